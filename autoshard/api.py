@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 
-from autoshard import compiled_peaks, keywords, option_types, pipelines, planning, programs
+from autoshard import compiled_peaks, keywords, lowerings, option_types, pipelines, planning
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
@@ -17,19 +17,16 @@ from autoshard.executors.jit import Program
 from autoshard.parallelized import Parallelized, Request
 from autoshard.pins import Pins, Rested
 from autoshard.pipelines import Stages
-from autoshard.planning import IN_DOUBT, AnyPlan, Asked
+from autoshard.planning import IN_DOUBT, Asked
 from autoshard.progress import Progress, narrated
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import step_name
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
-from autoshard.search.plan.json_file import read_file
-from autoshard.search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.spmd_plan import SpmdPlan, is_of_one_program
 from autoshard.tracebacks import boundary
-from autoshard.verification import judge, pipeline_judge
+from autoshard.verification import judge
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Verification
 
@@ -55,7 +52,7 @@ def search(
     target_config: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     **abstract_kwargs: Any,
-) -> AnyPlan:
+) -> Plan:
     """Searches for the fastest plan of a training step on a cluster, without any of its devices.
 
     Args:
@@ -110,8 +107,7 @@ def search(
       **abstract_kwargs: the shapes of arguments that are given by keyword.
 
     Returns:
-      The fastest plan found, with its estimates and the solver's certified gap. A pipeline is a `PipelinePlan` or, if all
-      its stages are one program, an `SpmdPlan`.
+      The fastest plan found, with its estimates and, of one program, the solver's certified gap.
 
     Raises:
       InputError: an argument, the cluster or an option cannot be used.
@@ -175,48 +171,12 @@ def _found(
     return alone() if wanted is None else pipelines.fastest(step, hardware, wanted, asked, alone, progress)
 
 
-@overload
-def emit(
-    step: Callable[..., Any],
-    /,
-    *abstract_args: Any,
-    plan: Plan | SpmdPlan,
-    devices: Sequence[Any] | None = None,
-    state: Any = None,
-    **abstract_kwargs: Any,
-) -> Program: ...
-
-
-@overload
-def emit(
-    step: Callable[..., Any],
-    /,
-    *abstract_args: Any,
-    plan: PipelinePlan,
-    devices: Sequence[Any] | None = None,
-    state: Any = None,
-    **abstract_kwargs: Any,
-) -> tuple[Program, ...]: ...
-
-
-@overload
-def emit(
-    step: Callable[..., Any],
-    /,
-    *abstract_args: Any,
-    plan: str | os.PathLike[str],
-    devices: Sequence[Any] | None = None,
-    state: Any = None,
-    **abstract_kwargs: Any,
-) -> Program | tuple[Program, ...]: ...
-
-
 @boundary
 def emit(
     step: Callable[..., Any],
     /,
     *abstract_args: Any,
-    plan: str | os.PathLike[str] | AnyPlan,
+    plan: str | os.PathLike[str] | Plan,
     devices: Sequence[Any] | None = None,
     state: Any = None,
     **abstract_kwargs: Any,
@@ -248,9 +208,8 @@ def emit(
     hardware = planning.hardware(given, place)
     traced = _traced(call, hardware, own["state"])
     on: Sequence[Any] = jax.devices() if own["devices"] is None else own["devices"]
-    if isinstance(given, Plan):
-        return programs.built(planning.applied(traced, given, place), hardware.groups[0], on)
-    return programs.emitted(pipelines.applied(traced, given, place), hardware, on)
+    found = lowerings.applied(traced, given, place)
+    return lowerings.of(found).emit(found, hardware, on)
 
 
 @boundary
@@ -258,7 +217,7 @@ def verify(
     step: Callable[..., Any],
     /,
     *abstract_args: Any,
-    plan: str | os.PathLike[str] | AnyPlan,
+    plan: str | os.PathLike[str] | Plan,
     full: bool = False,
     state: Any = None,
     target_config: str | os.PathLike[str] | None = None,
@@ -315,9 +274,8 @@ def verify(
     with narrated(step_name(step), "tracing", own["progress"]) as tell:
         verifier = judge.CompilerVerifier(cluster, compiler, tell)
         traced = _traced(call, cluster, own["state"])
-        if isinstance(given, Plan):
-            return verifier.verified(planning.applied(traced, given, place), bool(own["full"]))
-        return pipeline_judge.verified(verifier, pipelines.applied(traced, given, place))
+        found = lowerings.applied(traced, given, place)
+        return lowerings.of(found).verify(verifier, found, bool(own["full"]))
 
 
 @boundary
@@ -325,10 +283,10 @@ def priced(
     step: Callable[..., Any],
     /,
     *abstract_args: Any,
-    plan: str | os.PathLike[str] | AnyPlan,
+    plan: str | os.PathLike[str] | Plan,
     state: str | Sequence[str] | None = None,
     **abstract_kwargs: Any,
-) -> AnyPlan:
+) -> Plan:
     """A plan with new estimates: those of its decisions, whatever its file says.
 
     Args:
@@ -344,9 +302,7 @@ def priced(
     call, own = _told_apart("priced", step, abstract_args, abstract_kwargs, plan=plan, state=state)
     given, place = loaded(own["plan"])
     traced = _traced(call, planning.hardware(given, place), own["state"])
-    if isinstance(given, Plan):
-        return planning.applied(traced, given, place).plan
-    return pipelines.applied(traced, given, place).plan
+    return lowerings.applied(traced, given, place).plan
 
 
 @boundary
@@ -395,7 +351,7 @@ class Options(TypedDict, total=False):
     microbatches: int | None
     executor: str | None
     offload: Sequence[str] | str | None
-    plan: str | os.PathLike[str] | AnyPlan | None
+    plan: str | os.PathLike[str] | Plan | None
     like: Parallelized[..., Any] | str | os.PathLike[str] | Plan | None
     time_limit_s: float | None
     verify: str
@@ -437,7 +393,7 @@ def parallelize(
     microbatches: int | None = None,
     executor: str | None = None,
     offload: Sequence[str] | str | None = None,
-    plan: str | os.PathLike[str] | AnyPlan | None = None,
+    plan: str | os.PathLike[str] | Plan | None = None,
     like: Parallelized[..., Any] | str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     verify: str = IN_DOUBT,
@@ -534,7 +490,7 @@ def parallelize(
     is_open = pipelines.leaves_open(asked, donate=donate, like=like, plan=plan)
     pipeline = pipelines.asked_for(stages, schedule, executor, is_open)
     is_asked = pipeline is not None and pipeline.always
-    if is_asked or (given is not None and not isinstance(given[0], Plan)):
+    if is_asked or (given is not None and given[0].is_pipeline):
         pipelines.refuse(pin=pin or None, offload=offload, donate=donate, like=like)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given("like=", like)[0])
     request = Request(
@@ -553,23 +509,21 @@ def parallelize(
     return Parallelized(step, request)
 
 
-def _given(reader: str, plan: str | os.PathLike[str] | AnyPlan) -> tuple[Plan, str]:
+def _given(reader: str, plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     """A plan of one program, and its name in messages."""
     given, place = loaded(plan)
-    if not isinstance(given, Plan):
+    if given.is_pipeline:
         raise InputError(f"{reader} wants the plan of one program, and {place} is a pipeline's")
     return given, place
 
 
-def loaded(plan: str | os.PathLike[str] | AnyPlan) -> tuple[AnyPlan, str]:
+def loaded(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     """A plan of any kind, and its name in messages."""
-    if isinstance(plan, AnyPlan):
+    if isinstance(plan, Plan):
         return plan, "the plan"
     if plan is None:
         raise InputError("wanted plan as a plan or its file, got None")
-    data, place = read_file(plan), str(plan)
-    kind = SpmdPlan if is_of_one_program(data) else PipelinePlan if is_of_pipeline(data) else Plan
-    return kind.from_json(data, place), place
+    return Plan.load(plan), str(plan)
 
 
 def _refuse_beside(decider: str, **options: Any) -> None:

@@ -21,13 +21,11 @@ from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.whole_file import destination, write_whole
 from autoshard.display import shown
 from autoshard.pipelines import asked_for
-from autoshard.planning import AnyPlan, Asked, limit_bytes
+from autoshard.planning import Asked, limit_bytes
 from autoshard.search.ir.spec import read_partition_spec
-from autoshard.search.pipeline import planning, spmd_planning, timeline
-from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.pipeline import timeline
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spec_check import check_specs
-from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.target import target
 from autoshard.verification.judge import target_config_text
 
@@ -120,33 +118,25 @@ def show(options: argparse.Namespace) -> int:
     return _show_schedule(plan, options) if options.timeline or options.trace else _print(plan, options.json)
 
 
-def _read(path: str) -> AnyPlan:
+def _read(path: str) -> Plan:
     """A plan whose specs can be, as far as that is known without its step."""
     plan, place = api.loaded(path)
-    of = plan.decisions if isinstance(plan, PipelinePlan) else (plan.decisions,)
-    for decisions in filter(None, of):
-        check_specs(decisions, place)
+    for sharding in plan.shardings:
+        check_specs(sharding, place)
     return plan
 
 
-def _check_is_of(plan: AnyPlan, options: argparse.Namespace) -> None:
+def _check_is_of(plan: Plan, options: argparse.Namespace) -> None:
     """Refuses options that a plan of this kind does not have."""
-    if isinstance(plan, Plan):
-        if options.timeline or options.trace:
-            raise InputError(
-                f"{options.plan} is a plan of one program: there is no schedule of a pipeline to draw"
-            )
-    elif options.choices is not None or options.against is not None:
+    if plan.is_pipeline and options.choices is not None:
+        raise InputError(f"{options.plan} is a pipeline's plan: --choices is for those of one program")
+    if not plan.is_pipeline and (options.timeline or options.trace):
         raise InputError(
-            f"{options.plan} is a pipeline's plan: --choices and --against are for those of one program"
+            f"{options.plan} is a plan of one program: there is no schedule of a pipeline to draw"
         )
 
 
-def _check_comparable(plan: AnyPlan, other: AnyPlan, options: argparse.Namespace) -> None:
-    if not isinstance(other, Plan):
-        raise InputError(
-            f"--against {options.against} is a pipeline's plan: only plans of one program are compared"
-        )
+def _check_comparable(plan: Plan, other: Plan, options: argparse.Namespace) -> None:
     if plan.fingerprint != other.fingerprint:
         raise PlanError(
             f"{options.plan} is a plan of the step {plan.step!r} ({plan.fingerprint}), and --against {options.against} one "
@@ -160,7 +150,7 @@ def _check_comparable(plan: AnyPlan, other: AnyPlan, options: argparse.Namespace
         )
 
 
-def _priced(options: argparse.Namespace) -> tuple[AnyPlan, AnyPlan | None]:
+def _priced(options: argparse.Namespace) -> tuple[Plan, Plan | None]:
     """The plan, and the one to compare it with, with new estimates: made of their decisions and the step."""
     paths = [path for path in (options.plan, options.against) if path is not None]
     with (
@@ -172,23 +162,20 @@ def _priced(options: argparse.Namespace) -> tuple[AnyPlan, AnyPlan | None]:
     return plans[0], next(iter(plans[1:]), None)
 
 
-def _show_comparison(plan: AnyPlan, other: AnyPlan, options: argparse.Namespace) -> int:
-    assert isinstance(plan, Plan)
-    assert isinstance(other, Plan)
+def _show_comparison(plan: Plan, other: Plan, options: argparse.Namespace) -> int:
     comparison = plan.compare(other)
     print(json.dumps(comparison.to_json(), indent=1) if options.json else comparison, flush=True)
     return 0
 
 
-def _show_schedule(plan: AnyPlan, options: argparse.Namespace) -> int:
+def _show_schedule(plan: Plan, options: argparse.Namespace) -> int:
     """Draws a pipeline's schedule, or writes it to a file."""
     if plan.is_edited:
         raise InputError(
             f"{options.plan} was edited by hand, and its estimates were made before. To draw its schedule, give the step "
             f"too: autoshard show {options.plan} train.py:target --timeline"
         )
-    assert not isinstance(plan, Plan)
-    simulated = spmd_planning.simulated(plan) if isinstance(plan, SpmdPlan) else planning.simulated(plan)
+    simulated = timeline.simulated(plan)
     if options.trace is not None:
         write_whole(options.trace, json.dumps(timeline.trace_events(simulated)) + "\n", "the trace")
     if not options.timeline:
@@ -236,7 +223,7 @@ def _join_processes() -> None:
         ) from None
 
 
-def _print(plan: AnyPlan, as_json: bool) -> int:
+def _print(plan: Plan, as_json: bool) -> int:
     if as_json:
         data = plan.to_json() | ({"search_s": dict(plan.search_s)} if plan.search_s else {})
         print(json.dumps(data, indent=1, allow_nan=False), flush=True)

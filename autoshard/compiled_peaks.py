@@ -32,15 +32,14 @@ from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.options import Options
 from autoshard.search.pipeline.planning import Pipeline
-from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.peak_band import compiled, may_exceed
 from autoshard.search.tightening import Round, tightened
 from autoshard.user_warning import warn
-from autoshard.verification import pipeline_judge
 from autoshard.verification.extrapolation import is_long
 from autoshard.verification.judge import CompilerVerifier, Proof, target_config_text
 
-Found = SearchResult | Pipeline | SpmdPipeline
+Verify = Callable[[CompilerVerifier, Any, bool], Proof]
+"""Verifies a plan on its step."""
 
 MAX_ROUNDS = 6
 """Largest number of limits for one cap. Source: docs/benchmarks.md, "Plans under a cap, with the compiler as judge": no cap
@@ -104,26 +103,31 @@ class CompilerJudge:
 
     Attributes:
       verifier: asks the compiler.
+      verify: verifies a plan by it; the flag asks for all of the equal blocks.
       is_thorough: whether a step is compiled in full if its extrapolated peak is near the cap.
     """
 
     verifier: CompilerVerifier
+    verify: Verify
     is_thorough: bool
 
-    def __call__(self, found: Found, timeout_s: float | None, /) -> Judgement:
+    def __call__(self, found: Any, timeout_s: float | None, /) -> Judgement:
         """Compiles a plan: equal blocks a few times, and a pipeline stage by stage."""
         until_s = None if timeout_s is None else monotonic() + timeout_s
         verifier = replace(self.verifier, compiler=replace(self.verifier.compiler, until_s=until_s))
-        if not isinstance(found, SearchResult):
-            return Judgement.of(pipeline_judge.verified(verifier, found))
-        proof = verifier.verified(found)
+        proof = self.verify(verifier, found, False)
         is_near = proof.compiled.peak_bytes > (1 - NEAR) * proof.cap_bytes
-        if self.is_thorough and proof.fits and proof.is_extrapolated and is_near:
-            proof = verifier.verified(found, full=True)
+        if self.is_thorough and proof.fits and is_near and getattr(proof, "is_extrapolated", False):
+            proof = self.verify(verifier, found, True)
         return Judgement.of(proof)
 
 
-def judge_of(cluster: AnyCluster, asked: Asked, progress: Progress) -> CompilerJudge | None:
+def judge_of(
+    cluster: AnyCluster,
+    asked: Asked,
+    progress: Progress,
+    verify: Verify = CompilerVerifier.verified,
+) -> CompilerJudge | None:
     """The judge that the user asks for; None if there is none to ask. Only `verify="always"` installs the compiler.
 
     Raises:
@@ -134,15 +138,15 @@ def judge_of(cluster: AnyCluster, asked: Asked, progress: Progress) -> CompilerJ
     target, is_asked = target_config_text(asked.target_config), asked.verify == ALWAYS
     if not is_asked and not (is_there() and all(can_compile_for(one, target) for one in cluster.groups)):
         return None
-    return CompilerJudge(CompilerVerifier(cluster, Compiler(target), progress), is_asked)
+    return CompilerJudge(CompilerVerifier(cluster, Compiler(target), progress), verify, is_asked)
 
 
 def judge_of_pipelines(
-    step: Step, cluster: AnyCluster, asked: Asked, progress: Progress
+    step: Step, cluster: AnyCluster, asked: Asked, progress: Progress, verify: Verify
 ) -> CompilerJudge | None:
     """The judge of a step's pipelines. Stages are not shortened, so that it takes minutes to compile those of a long step:
     they are judged only if the user asks for that."""
-    return None if asked.verify != ALWAYS and is_long(step) else judge_of(cluster, asked, progress)
+    return None if asked.verify != ALWAYS and is_long(step) else judge_of(cluster, asked, progress, verify)
 
 
 def one_program(

@@ -10,9 +10,9 @@ from autoshard import clusters as known_clusters
 def schema(options: argparse.Namespace) -> int:
     """Prints the JSON schema of a cluster file or a plan file."""
     from autoshard.cost_model import cluster_file  # these take a while to import
-    from autoshard.search.plan import plan_file
+    from autoshard.search.plan import plan
 
-    files = {"cluster": cluster_file, "plan": plan_file}
+    files = {"cluster": cluster_file, "plan": plan}
     print(json.dumps(files[options.file].json_schema(), indent=1), flush=True)
     return 0
 

@@ -20,7 +20,7 @@ from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.mixed_cluster import MixedCluster
 from autoshard.parallelized import Parallelized
 from autoshard.pipelines import AUTO
-from autoshard.planning import ALWAYS, IN_DOUBT, NEVER, AnyPlan
+from autoshard.planning import ALWAYS, IN_DOUBT, NEVER
 from autoshard.search.plan.plan import Plan
 
 MAX_SHOWN = 60
@@ -130,7 +130,7 @@ WANTED = MappingProxyType(
             "offload=\"never\", or names of what rests on the host in a tuple, such as ('optimizer_state',)",
             _are_names,
         ),
-        "plan": Wanted("plan as a plan or its file", lambda v: _is_file(v) or isinstance(v, AnyPlan)),
+        "plan": Wanted("plan as a plan or its file", lambda v: _is_file(v) or isinstance(v, Plan)),
         "like": Wanted(
             "like as a parallelized step, or its plan (of one program) or that one's file",
             lambda v: _is_file(v) or isinstance(v, Parallelized | Plan),

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from typing import Any, Concatenate, Self, overload
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import equinox_modules, nnx_objects, pipelines, placing, planning, programs
+from autoshard import equinox_modules, lowerings, nnx_objects, pipelines, placing, planning, programs
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.attached import attached_hardware
 from autoshard.cost_model.cluster import Cluster
@@ -33,16 +34,15 @@ from autoshard.executors.pipeline_program import PipelineProgram
 from autoshard.executors.transfers import spread
 from autoshard.pins import ANYWHERE, Rested, as_in, resting_like
 from autoshard.pipelines import Stages
-from autoshard.planning import AnyPlan, Asked
+from autoshard.planning import Asked
 from autoshard.processes import Processes
 from autoshard.progress import Progress, narrated
+from autoshard.search.driver import SearchResult
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import step_name
 from autoshard.search.options import Options
-from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.search.plan.text_table import plural
 from autoshard.signatures import Known, format_type, is_for, static_of, type_of
 from autoshard.signatures import signature as signature_of
@@ -85,7 +85,7 @@ class Request:
     cluster: Any = None
     state: str | Sequence[str] | None = None
     donate: str | Sequence[str] | None = None
-    plan: tuple[AnyPlan, str] | None = None
+    plan: tuple[Plan, str] | None = None
     like: "Parallelized[..., Any] | Rested | None" = None
     devices: Sequence[Any] | None = None
     static_argnums: int | Iterable[int] | None = None
@@ -100,7 +100,7 @@ class _Planned:
     signature: Any
     form: nnx_objects.Form | None
     step: Step
-    plan: AnyPlan
+    plan: Plan
     program: Program | PipelineProgram
     tree: Any
     types: tuple[Any, ...]
@@ -118,17 +118,15 @@ def _check_others(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _in_a_line(plan: AnyPlan | None) -> str:
+def _in_a_line(plan: Plan | None) -> str:
     """A plan as `repr` sums it up."""
     if plan is None:
         return "not planned yet"
-    if isinstance(plan, Plan):
-        how = f"mesh {format_mesh(tuple(plan.decisions.mesh.values()))}"
-        if plan.is_edited:
-            return f"{how}, edited by hand"
-    else:
-        stages = len(plan.stages) if isinstance(plan, PipelinePlan) else plan.stages
-        how = f"{plural(stages, 'stage')}, schedule {plan.schedule}"
+    how = f"mesh {format_mesh(tuple(plan.shardings[0].mesh.values()))}"
+    if plan.is_pipeline:
+        how = f"{plural(len(plan.stages), 'stage')}, schedule {plan.schedule}"
+    if plan.is_edited:
+        return f"{how}, edited by hand"
     return f"{how}, {format_seconds(plan.estimates.step_s)} a step predicted"
 
 
@@ -172,7 +170,7 @@ class Parallelized[**P, R]:
 
     @property
     @boundary
-    def plan(self) -> AnyPlan:
+    def plan(self) -> Plan:
         """The plan of the last call.
 
         Raises:
@@ -183,7 +181,7 @@ class Parallelized[**P, R]:
         return plan
 
     @property
-    def _known_plan(self) -> AnyPlan | None:
+    def _known_plan(self) -> Plan | None:
         if self._last is not None:
             return self._last.plan
         return self._planned[-1].plan if self._planned else self._given
@@ -465,19 +463,16 @@ class Parallelized[**P, R]:
     def _made(
         self,
         traced: Step,
-        given: tuple[AnyPlan, str] | None,
+        given: tuple[Plan, str] | None,
         hardware: AnyCluster,
         devices: Sequence[Any],
         tell: Progress,
-    ) -> tuple[Step, AnyPlan, Program | PipelineProgram]:
+    ) -> tuple[Step, Plan, Program | PipelineProgram]:
         """The traced step (rewritten as its plan says), its plan and its program."""
-        plan, place = given or (None, "")
         given_up = planning.arguments_of(traced, self._request.donate)
-        if isinstance(plan, Plan):
-            found = planning.applied(traced, plan, place)
-            program = programs.applied(found, hardware.groups[0], devices, placing.retraced, given_up)
-            return found.step, found.plan, program
-
+        if given is not None:
+            found = lowerings.applied(traced, *given)
+            return self._running(traced, found, hardware, devices, given_up)
         cluster = hardware.groups[0]  # one program's
         asked = self._asked(traced)
 
@@ -487,22 +482,33 @@ class Parallelized[**P, R]:
                 traced, cluster, options, devices, placing.retraced, tell, given_up, asked
             )
 
-        processes = Processes.of(devices)
-        wanted = self._pipeline if plan is None else plan
-        if isinstance(hardware, MixedCluster) and plan is None:
-            across = pipelines.across_kinds(hardware, self._pipeline)
+        processes, wanted = Processes.of(devices), self._pipeline
+        if isinstance(hardware, MixedCluster):
+            across = pipelines.across_kinds(hardware, wanted)
             found = pipelines.searched(traced, hardware, across, asked, tell, processes)
         elif wanted is None:
             found = alone()
-        elif isinstance(wanted, Stages) and wanted.count is None:
+        elif wanted.count is None:
             found = pipelines.fastest(traced, cluster, wanted, asked, alone, tell, processes)
-        elif self._planned and isinstance(wanted, Stages):
+        elif self._planned:
             found = pipelines.found_or_alone(traced, cluster, wanted, asked, alone, tell, processes)
         else:
-            found = pipelines.found(traced, hardware, wanted, asked, place, tell, processes)
+            found = pipelines.searched(traced, hardware, wanted, asked, tell, processes)
         if isinstance(found, programs.Built):
             return found.found.step, found.plan, found.program
-        return traced, found.plan, programs.pipelined(found, hardware, devices, placing.retraced)
+        return self._running(traced, found, hardware, devices, given_up)
+
+    def _running(
+        self,
+        traced: Step,
+        found: lowerings.Found,
+        hardware: AnyCluster,
+        devices: Sequence[Any],
+        given_up: AbstractSet[int],
+    ) -> tuple[Step, Plan, Program | PipelineProgram]:
+        """A plan on its step as `_made` returns it."""
+        program = lowerings.of(found).run(found, hardware, devices, placing.retraced, given_up)
+        return (found.step if isinstance(found, SearchResult) else traced), found.plan, program
 
     def _what_changed(
         self, call: Call, traced: Step, tree: Any, types: tuple[Any, ...], is_known: bool
@@ -536,10 +542,8 @@ class Parallelized[**P, R]:
         first = self._planned[0].plan if self._planned else self._given
         if asked is not None and asked.count is not None:
             return asked
-        if isinstance(first, PipelinePlan):
+        if first is not None and first.is_pipeline:
             return Stages(len(first.stages), first.schedule, first.executor)
-        if isinstance(first, SpmdPlan):
-            return Stages(first.stages, first.schedule, first.executor)
         return asked if first is None else None
 
     def _asked(self, traced: Step) -> Asked:
@@ -552,10 +556,10 @@ class Parallelized[**P, R]:
         if not self._planned:
             return asked
         first = self._planned[0].plan
-        mesh = tuple(first.decisions.mesh.values()) if isinstance(first, Plan) else None
+        mesh = None if first.is_pipeline else tuple(first.decisions.mesh.values())
         return planning.suiting(traced, asked, mesh)
 
-    def _plan_for(self, traced: Step) -> tuple[AnyPlan, str] | None:
+    def _plan_for(self, traced: Step) -> tuple[Plan, str] | None:
         """A plan that spares the search: the given one, or that of an earlier call with this computation."""
         if not self._planned:
             return self._request.plan
@@ -573,7 +577,7 @@ class Parallelized[**P, R]:
         resting = ANYWHERE if like is None else resting_like(traced, like)
         if asked.memory is None and like is not None:
             asked = replace(asked, memory=like.plan.memory_bytes)
-        if not self._planned or not isinstance(self._planned[0].plan, Plan):
+        if not self._planned or self._planned[0].plan.is_pipeline:
             return planning.options(traced, hardware, asked, resting)
         options = planning.options(
             traced, hardware, replace(asked, offload=None), as_in(traced, self._rested).then(resting)
@@ -589,7 +593,7 @@ class Parallelized[**P, R]:
           InputError: the step has no plan yet, or is a pipeline.
         """
         plan = self._planned[0].plan if self._planned else self.plan
-        if not isinstance(plan, Plan):
+        if plan.is_pipeline:
             raise InputError(
                 f"{self.__name__} is a pipeline, each stage of which rests on devices of its own: no step can be like it. "
                 "Leave out like=, or ask for stages=1 there"
@@ -608,7 +612,7 @@ class Parallelized[**P, R]:
         return like._rested if isinstance(like, Parallelized) else like
 
     @property
-    def _given(self) -> AnyPlan | None:
+    def _given(self) -> Plan | None:
         return None if self._request.plan is None else self._request.plan[0]
 
     def _devices(self) -> Sequence[Any]:

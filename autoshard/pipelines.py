@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
-from autoshard import compiled_peaks, planning
+from autoshard import compiled_peaks, lowerings, planning
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
@@ -35,12 +35,11 @@ from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.pipeline.spmd_search import SpmdSearch
 from autoshard.search.pipeline.step_work import StepWork
 from autoshard.search.plan.executors import EXECUTORS, FORMER_NAMES, JIT, MPMD, SPMD
-from autoshard.search.plan.peak_band import compiled_as
-from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.spmd_plan import SpmdPlan, is_of_one_program
 from autoshard.search.solver.clock import PROCESSOR, Deadline, WorkClock
 from autoshard.user_warning import warn
+
+AnyPipeline = Pipeline | SpmdPipeline
 
 AUTO = "auto"
 """The value of `stages=` that searches for the best number of stages, or one program, however long that takes."""
@@ -172,7 +171,7 @@ def fastest[One: OneProgram](
     alone: Callable[[], One],
     progress: Progress = lambda line: None,
     processes: Processes = ALONE,
-) -> One | Pipeline | SpmdPipeline:
+) -> One | AnyPipeline:
     """The faster of one program and a pipeline of any number of stages.
 
     Args:
@@ -279,36 +278,6 @@ def refuse(**options: Any) -> None:
         )
 
 
-def found(
-    step: Step,
-    cluster: AnyCluster,
-    wanted: Stages | PipelinePlan | SpmdPlan,
-    asked: Asked,
-    place: str = "",
-    progress: Progress = lambda line: None,
-    processes: Processes = ALONE,
-) -> Pipeline | SpmdPipeline:
-    """A step as a pipeline.
-
-    Args:
-      step: the traced step.
-      cluster: the cluster that it will run on.
-      wanted: the pipeline to search, or a plan to apply.
-      asked: the other options of the search.
-      place: the plan's name in messages.
-      progress: called with one line per stage of the work.
-      processes: the processes that run the step; the first one searches.
-
-    Raises:
-      InputError: the options are impossible.
-      InfeasibleError: no pipeline fits.
-      PlanError: the plan is for another step, or decides something impossible.
-    """
-    if isinstance(wanted, PipelinePlan | SpmdPlan):
-        return applied(step, wanted, place)
-    return searched(step, cluster, wanted, asked, progress, processes)
-
-
 def found_or_alone[One: OneProgram](
     step: Step,
     cluster: Cluster,
@@ -317,7 +286,7 @@ def found_or_alone[One: OneProgram](
     alone: Callable[[], One],
     progress: Progress = lambda line: None,
     processes: Processes = ALONE,
-) -> One | Pipeline | SpmdPipeline:
+) -> One | AnyPipeline:
     """A later call of a step whose first plan is a pipeline: a pipeline as well, or one program where that is impossible. A
     last batch may have fewer examples than the pipeline has microbatches.
 
@@ -352,25 +321,38 @@ def searched(
     processes: Processes = ALONE,
     cutoff_s: float = math.inf,
     prepared: Prepared | None = None,
-) -> Pipeline | SpmdPipeline:
-    """Searches for a pipeline whose step takes less than `cutoff_s`, with the time and the bounds of `prepared`; the other
-    arguments, and the errors, are those of `found`."""
+) -> AnyPipeline:
+    """Searches for a pipeline whose step takes less than `cutoff_s`.
+
+    Args:
+      step: the traced step.
+      cluster: the cluster that it will run on.
+      wanted: the pipeline to search.
+      asked: the other options of the search.
+      progress: called with one line per stage of the work.
+      processes: the processes that run the step; the first one searches.
+      cutoff_s: seconds.
+      prepared: the time and the bounds of the search; by default those of a new one.
+
+    Raises:
+      InputError: the options are impossible.
+      InfeasibleError: no pipeline fits.
+    """
     options = _options(cluster, wanted, asked)
     limit_s = LATEST * (math.inf if asked.time_limit_s is None else asked.time_limit_s)
     clock = WorkClock() if asked.time_limit_s is None else PROCESSOR
     ready = prepared or Prepared(Deadline.after(limit_s, clock))
 
-    def search(limit_bytes: int, _: float | None, said: Progress) -> Pipeline | SpmdPipeline:
+    def search(limit_bytes: int, _: float | None, said: Progress) -> AnyPipeline:
         lower = replace(options, memory_share=options.memory_share * limit_bytes / options.memory_bytes)
         return _faster(step, cluster, lower, wanted, said, cutoff_s, ready)
 
-    def kept() -> Pipeline | SpmdPipeline:
-        judge = compiled_peaks.judge_of_pipelines(step, cluster, asked, progress)
+    def kept() -> AnyPipeline:
+        judge = compiled_peaks.judge_of_pipelines(step, cluster, asked, progress, lowerings.verified)
         return compiled_peaks.kept(search, judge, options.memory_bytes, progress, asked.verify == ALWAYS)
 
-    def apply(data: Any, place: str) -> Pipeline | SpmdPipeline:
-        kind = SpmdPlan if is_of_one_program(data) else PipelinePlan
-        return applied(step, kind.from_json(data, place), place)
+    def apply(data: Any, place: str) -> AnyPipeline:
+        return cast(AnyPipeline, lowerings.applied(step, Plan.from_json(data, place), place))
 
     return processes.found_by_the_first(kept, apply)
 
@@ -383,7 +365,7 @@ def _faster(
     progress: Progress,
     cutoff_s: float,
     prepared: Prepared,
-) -> Pipeline | SpmdPipeline:
+) -> AnyPipeline:
     """The pipeline with the shorter predicted step among the executors. Both searches share the prepared step and the time
     limit."""
     executor, as_one, start_s = wanted.executor, None, perf_counter()
@@ -415,9 +397,7 @@ def _faster(
         return _waited(as_one, MPMD, perf_counter() - start_s - as_one_s)
 
 
-def _tell_of_parts(
-    step: Step, cluster: MixedCluster, plan: PipelinePlan, parts: Parts, progress: Progress
-) -> None:
+def _tell_of_parts(step: Step, cluster: MixedCluster, plan: Plan, parts: Parts, progress: Progress) -> None:
     """Warns if one program on the nodes of one kind is predicted to be faster than the pipeline on all nodes."""
     alone_s = dict[str, float]()
     for group, cap_bytes in zip(cluster.groups, cluster.caps(plan.memory_bytes), strict=True):
@@ -433,18 +413,6 @@ def _tell_of_parts(
             f"{fastest} alone is predicted to run {step.name} in {format_seconds(alone_s[fastest])}, and all of "
             f"{cluster.name} in {format_seconds(plan.estimates.step_s)}. Ask for it alone, or give the step a larger batch"
         )
-
-
-def applied(step: Step, plan: PipelinePlan | SpmdPlan, place: str) -> Pipeline | SpmdPipeline:
-    """Applies a given plan to its step.
-
-    Raises:
-      PlanError: the plan is for another step, or decides something impossible.
-    """
-    with planning.faults_of(plan, place):
-        one = isinstance(plan, SpmdPlan)
-        found = spmd_planning.apply(step, plan, place) if one else pipelines.apply(step, plan, place)
-    return replace(found, plan=compiled_as(found.plan, plan))
 
 
 def _stage_mesh(asked: Asked) -> tuple[int, ...] | None:

@@ -26,13 +26,9 @@ from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.options import Options
 from autoshard.search.plan.argument_paths import near
 from autoshard.search.plan.peak_band import compiled_as
-from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.user_warning import warn
-
-AnyPlan = Plan | PipelinePlan | SpmdPlan
 
 LARGE_BYTES = 1 << 20
 LARGE_SHARE = 0.05
@@ -268,20 +264,19 @@ def fingerprint_of(step: Step) -> str:
     return fingerprint(step)
 
 
-def hardware(plan: AnyPlan, place: str) -> AnyCluster:
+def hardware(plan: Plan, place: str) -> AnyCluster:
     """The cluster that a plan is for.
 
     Raises:
       PlanError: the plan's description of its cluster is invalid.
     """
     try:
-        read = from_json if isinstance(plan, PipelinePlan) else Cluster.from_json
-        return read(plan.cluster, f"{place}: cluster")
+        return from_json(plan.cluster, f"{place}: cluster")
     except InputError as e:
         raise PlanError(str(e)) from e
 
 
-def cluster(plan: Plan | SpmdPlan, place: str) -> Cluster:
+def cluster(plan: Plan, place: str) -> Cluster:
     """The cluster, of one kind of node, that a plan of one program is for.
 
     Raises:
@@ -302,8 +297,19 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
     return replace(found, plan=compiled_as(found.plan, plan))
 
 
+def as_planned[Found: Any](apply: Callable[[Step, Plan, str], Found]) -> Callable[[Step, Plan, str], Found]:
+    """A function that applies a plan to its step, with the faults of `faults_of` and the plan's compiled peak."""
+
+    def applied(step: Step, plan: Plan, place: str) -> Found:
+        with faults_of(plan, place):
+            found = apply(step, plan, place)
+        return replace(found, plan=compiled_as(found.plan, plan))
+
+    return applied
+
+
 @contextmanager
-def faults_of(plan: AnyPlan, place: str) -> Generator[None]:
+def faults_of(plan: Plan, place: str) -> Generator[None]:
     """A context that applies a given plan: the plan is at fault if its cluster or mesh is impossible.
 
     Warns:

@@ -35,9 +35,7 @@ from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import Options
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
-from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
 
@@ -92,14 +90,20 @@ def built(
     return jit.build(found.step, found.sharding, devices, on_retrace, options, given_up)
 
 
+def emitted(found: SearchResult, hardware: AnyCluster, devices: Sequence[Any]) -> Program:
+    """The program of a plan on the cluster that it is for."""
+    return built(found, hardware.groups[0], devices)
+
+
 def applied(
     found: SearchResult,
-    cluster: Cluster,
+    hardware: AnyCluster,
     devices: Sequence[Any],
     on_retrace: Callable[[], None],
     given_up: AbstractSet[int],
 ) -> Program:
     """The program of a given plan, compiled if the devices are GPUs."""
+    cluster = hardware.groups[0]
     if _are_gpus(devices):
         return _compiled(found, cluster, devices, on_retrace, given_up)[0]
     return built(found, cluster, devices, on_retrace, given_up)
@@ -122,7 +126,7 @@ def _compiled(
 
 
 def _options(
-    plan: Plan | SpmdPlan, cluster: Cluster, devices: Sequence[Any], besides: Mapping[str, str]
+    plan: Plan, cluster: Cluster, devices: Sequence[Any], besides: Mapping[str, str]
 ) -> Callable[[int], dict[str, str]]:
     """The compiler's options for a program of all devices, by its resting bytes per device."""
 
@@ -183,46 +187,53 @@ def searched(
     return Built(found, programs[-1])
 
 
-def pipelined(
-    found: Pipeline | SpmdPipeline,
-    cluster: AnyCluster,
+def run_per_stage(
+    found: Pipeline,
+    hardware: AnyCluster,
     devices: Sequence[Any],
     on_retrace: Callable[[], None] = lambda: None,
-) -> PipelineProgram | Program:
-    """A pipeline's executable: a program per stage, or one program for all stages.
+    given_up: AbstractSet[int] = frozenset(),
+) -> PipelineProgram:
+    """A pipeline's executable, with a program per stage.
 
     Args:
       found: the pipeline on its step.
-      cluster: the cluster that it is for.
+      hardware: the cluster that it is for.
       devices: in the cluster's order: real or simulated.
       on_retrace: as for `executors.pipeline.build`.
+      given_up: nothing: a pipeline donates its state alone.
     """
-    if isinstance(found, SpmdPipeline):
-        of_all = _options(found.plan, cluster.groups[0], devices, {})
-        return spmd.build(found.program, found.sharding, devices, on_retrace, of_all)
-    devices, options = _as_stages_stand(found.plan, cluster, devices), _stage_options(found, devices)
+    assert not given_up
+    devices, options = _as_stages_stand(found.plan, hardware, devices), _stage_options(found, devices)
     return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace, options)
 
 
-def emitted(
-    found: Pipeline | SpmdPipeline, cluster: AnyCluster, devices: Sequence[Any]
-) -> tuple[Program, ...] | Program:
-    """The programs that `pipelined` runs, each once for every worker that runs it.
-
-    Args:
-      found: the pipeline on its step.
-      cluster: the cluster that it is for.
-      devices: in the cluster's order: real, simulated or compile-only.
-    """
-    if isinstance(found, SpmdPipeline):
-        of_all = _options(found.plan, cluster.groups[0], devices, {})
-        return spmd.build(found.program, found.sharding, devices, compiler_options=of_all)
-    devices, options = _as_stages_stand(found.plan, cluster, devices), _stage_options(found, devices)
+def emitted_per_stage(found: Pipeline, hardware: AnyCluster, devices: Sequence[Any]) -> tuple[Program, ...]:
+    """The programs that `run_per_stage` runs, each once for every worker that runs it; devices may be compile-only."""
+    devices, options = _as_stages_stand(found.plan, hardware, devices), _stage_options(found, devices)
     agenda = pipeline.followed(found.programs, found.schedule, found.shardings, devices, options)
     return tuple(run.program for run in agenda.runs)
 
 
-def _as_stages_stand(plan: PipelinePlan, cluster: AnyCluster, devices: Sequence[Any]) -> Sequence[Any]:
+def run_for_all(
+    found: SpmdPipeline,
+    hardware: AnyCluster,
+    devices: Sequence[Any],
+    on_retrace: Callable[[], None] = lambda: None,
+    given_up: AbstractSet[int] = frozenset(),
+) -> Program:
+    """A pipeline's one program for all stages; the arguments are those of `run_per_stage`."""
+    assert not given_up
+    options = _options(found.plan, hardware.groups[0], devices, {})
+    return spmd.build(found.program, found.sharding, devices, on_retrace, options)
+
+
+def emitted_for_all(found: SpmdPipeline, hardware: AnyCluster, devices: Sequence[Any]) -> Program:
+    """The program that `run_for_all` runs; devices may be compile-only."""
+    return run_for_all(found, hardware, devices)
+
+
+def _as_stages_stand(plan: Plan, cluster: AnyCluster, devices: Sequence[Any]) -> Sequence[Any]:
     """The devices of a cluster, in the order of the pipeline's stages."""
     return cluster.in_order(devices, plan.groups) if isinstance(cluster, MixedCluster) else devices
 
@@ -242,7 +253,7 @@ def _stage_options(found: Pipeline, devices: Sequence[Any]) -> CompilerOptions:
 
 
 @contextlib.contextmanager
-def room_for(plan: Plan | PipelinePlan | SpmdPlan) -> Generator[None]:
+def room_for(plan: Plan) -> Generator[None]:
     """A context that turns XLA's out-of-memory errors into a message with a remedy.
 
     Raises:

@@ -21,9 +21,7 @@ from autoshard.parallelized import Parallelized
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.comparison import Amount, Comparison
 from autoshard.search.plan.outline import Outline
-from autoshard.search.plan.pipeline_plan import PipelineEstimates, PipelinePlan, Stage, StageEstimates
-from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan
-from autoshard.search.plan.spmd_plan import SpmdEstimates, SpmdPlan
+from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan, Sharding, Stage, StageEstimates
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
@@ -53,15 +51,12 @@ __all__ = [
     "NotSplittableError",
     "Outline",
     "Parallelized",
-    "PipelineEstimates",
-    "PipelinePlan",
     "PipelineVerification",
     "Plan",
     "PlanError",
     "Program",
     "ProgramProof",
-    "SpmdEstimates",
-    "SpmdPlan",
+    "Sharding",
     "Stage",
     "StageEstimates",
     "StageProof",
@@ -75,5 +70,5 @@ __all__ = [
 ]
 
 for _name in __all__:
-    if not hasattr(globals()[_name], "__pydantic_config__"):
+    if "use_attribute_docstrings" not in getattr(globals()[_name], "__pydantic_config__", ()):
         globals()[_name].__module__ = "autoshard"

@@ -38,7 +38,6 @@ from autoshard.pipelines import WHERE_IT_PAYS, Stages
 from autoshard.planning import Asked
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
-from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from benchmarks.experts import head, line, standing
 from tests.zoo.megatron import make_megatron
@@ -137,7 +136,7 @@ NETWORKS = {"InfiniBand": "", "Ethernet": "-Ethernet"}
 """How presets are called that have it."""
 
 
-def searched(step: Step, cluster: Cluster) -> Plan | PipelinePlan:
+def searched(step: Step, cluster: Cluster) -> Plan:
     """What a search finds that is asked for nothing."""
     asked = Asked()
     options = planning.options(step, cluster, asked)
@@ -147,7 +146,7 @@ def searched(step: Step, cluster: Cluster) -> Plan | PipelinePlan:
     return found.plan
 
 
-def published(step: Step, cluster: Cluster, model: Model) -> Plan | PipelinePlan:
+def published(step: Step, cluster: Cluster, model: Model) -> Plan:
     """The best plan of the published degrees.
 
     Raises:
@@ -162,7 +161,7 @@ def published(step: Step, cluster: Cluster, model: Model) -> Plan | PipelinePlan
             except InfeasibleError as e:
                 refused = e
         raise refused
-    found: list[PipelinePlan] = []
+    found: list[Plan] = []
     for stages in (Stages(2 * model.stages, INTERLEAVED), Stages(model.stages, "1f1b")):
         try:
             found.append(pipelines.searched(step, cluster, stages, asked).plan)
@@ -193,16 +192,15 @@ def row(size: str, network: str, kind: str, step: Step) -> tuple[str, ...]:
     return (size, network, kind, layout(plan), f"{step_s:.2f}", f"{share:.0%}", *took)
 
 
-def layout(plan: Plan | PipelinePlan) -> str:
+def layout(plan: Plan) -> str:
     """A plan in a few words."""
-    decided = plan.decisions if isinstance(plan, Plan) else plan
-    again = ", recomputes" if decided.retention else ""
-    if isinstance(plan, Plan):
-        parts = plan.decisions.microbatches
+    again = ", recomputes" if plan.retention else ""
+    if not plan.is_pipeline:
+        parts = plan.microbatches
         return (
             format_mesh(tuple(plan.decisions.mesh.values())) + f", {parts} microbatches" * (parts > 1) + again
         )
-    meshes = dict.fromkeys(format_mesh(tuple(stage.mesh.values())) for stage in plan.stages)
+    meshes = dict.fromkeys(format_mesh(tuple(plan.mesh_of(stage).values())) for stage in plan.stages)
     return (
         f"{len(plan.stages)} stages of {', '.join(meshes)}, {plan.microbatches} microbatches, {plan.schedule}, "
         f"{plan.estimates.bubble:.0%} idle{again}"

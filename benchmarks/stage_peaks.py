@@ -138,7 +138,7 @@ def verified(pipe: Pipe) -> PipelineVerification:
         cap_bytes = int(TIGHT * found.plan.estimates.peak_bytes)
         found = find(step, CLUSTER, replace(options, memory_bytes=cap_bytes))
     verifier = CompilerVerifier(CLUSTER, Compiler(flags=HURRY), progress=lambda line: None)
-    return pipeline_judge.verified(verifier, found)
+    return pipeline_judge.verified_per_stage(verifier, found, full=True)
 
 
 def _rows(pipe: Pipe, proof: PipelineVerification) -> Iterator[tuple[str, float]]:

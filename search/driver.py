@@ -28,6 +28,7 @@ from autoshard.search.options import DEFAULT_TIME_LIMIT_S, Options, Progress
 from autoshard.search.plan.decisions import EDITED, apart, hosted, node_names
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.estimates import estimate
+from autoshard.search.plan.executors import JIT
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.reconciliation import ContradictionError, Reconciled, reconciled
@@ -419,9 +420,6 @@ def _finished(
     split = step_problem.traced
     decisions = found.on_mesh.codec.decisions(found.labels)
     arguments = {argument.name: decisions.arguments[argument.name] for argument in step.arguments}
-    decisions = replace(
-        decisions, arguments=arguments, retention=retention, microbatches=split.num_microbatches
-    )
     plan = Plan(
         step=step.name,
         fingerprint=fingerprint(step),
@@ -430,14 +428,15 @@ def _finished(
         options=_said(options),
         meshes=meshes,
         memory_bytes=options.memory_bytes,
-        decisions=decisions,
+        executor=JIT,
+        microbatches=split.num_microbatches,
+        retention=retention,
+        shardings=(replace(decisions, arguments=arguments).sharding,),
         estimates=estimate(costed, found.labels, found.device, found.hidden_s, found.host_bytes),
-        gap=None,
-        marks=marks_of(decisions),
         outline=outlined(step),
     )
     watch.lap("plan")
-    plan = replace(plan, search_s=watch.seconds)
+    plan = replace(plan, marks=marks_of(plan), search_s=watch.seconds)
     return SearchResult(plan, step_problem, found.on_mesh, found.labels, short=short)
 
 
@@ -446,7 +445,7 @@ def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:
     try:
         return microbatched(step, plan.decisions.microbatches)
     except InputError as e:
-        raise PlanError(f"{place}: decisions.microbatches: {e}") from e
+        raise PlanError(f"{place}: microbatches: {e}") from e
 
 
 def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:

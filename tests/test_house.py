@@ -170,11 +170,7 @@ def at_once(tree: ast.AST) -> Iterator[ast.AST]:
         yield from at_once(node)
 
 
-CIRCULAR = frozenset({"autoshard.search.plan"})
-"""Rooms inside which modules still import one another in circles, some of them from inside their functions."""
-
-
-@pytest.mark.parametrize("room", sorted(MAY_IMPORT.keys() - CIRCULAR))
+@pytest.mark.parametrize("room", MAY_IMPORT)
 def test_no_circle_of_imports_inside_a_room(room):
     """Imports inside functions count too."""
     inside = [module for module in FILES if room_of(module) == room]

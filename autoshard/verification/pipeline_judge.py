@@ -28,17 +28,13 @@ from autoshard.verification.records import Footprint, ProgramProof, StageProof
 from autoshard.verification.result import paired
 
 
-def verified(verifier: CompilerVerifier, found: Pipeline | SpmdPipeline) -> PipelineVerification:
-    """A pipeline's predictions beside the statistics of its compiled programs.
+def verified_for_all(verifier: CompilerVerifier, found: SpmdPipeline, full: bool) -> PipelineVerification:
+    """The predictions for a pipeline that is one program, beside the statistics of the compiled one.
 
     Raises:
-      CompilerError: a program cannot be lowered without devices, or the compiler failed on it.
+      CompilerError: it cannot be lowered without devices, or the compiler failed on it.
     """
-    return _stage_by_stage(verifier, found) if isinstance(found, Pipeline) else _as_one(verifier, found)
-
-
-def _as_one(verifier: CompilerVerifier, found: SpmdPipeline) -> PipelineVerification:
-    """Verifies a pipeline that is one program."""
+    del full  # all of it is always compiled
     plan, (cluster,) = found.plan, verifier.cluster.groups
     step = found.program.step
     watch = Stopwatch(step.trace_s)
@@ -66,7 +62,13 @@ def _as_one(verifier: CompilerVerifier, found: SpmdPipeline) -> PipelineVerifica
     )
 
 
-def _stage_by_stage(verifier: CompilerVerifier, found: Pipeline) -> PipelineVerification:
+def verified_per_stage(verifier: CompilerVerifier, found: Pipeline, full: bool) -> PipelineVerification:
+    """A pipeline's predictions beside the statistics of its stages' compiled programs.
+
+    Raises:
+      CompilerError: a program cannot be lowered without devices, or the compiler failed on it.
+    """
+    del full  # all different programs are always compiled
     step, plan = found.programs.step, found.plan
     watch = Stopwatch(step.trace_s)
     tell = telling(verifier.progress, "", watch)
@@ -75,7 +77,7 @@ def _stage_by_stage(verifier: CompilerVerifier, found: Pipeline) -> PipelineVeri
     lots = _lots(found, runs)
     watch.lap("lower")
     answers = _compiled(lots, verifier, tell)
-    meshes = [dict(stage.mesh) for stage in plan.stages]
+    meshes = [plan.mesh_of(stage) for stage in plan.stages]
     compiled = {
         run.program: CompiledStats.of(answer, meshes[run.seat[0]])
         for lot, answer in zip(lots, answers, strict=True)
@@ -112,7 +114,7 @@ def _lots(found: Pipeline, runs: Sequence[StageRun]) -> list[_Lot]:
     for run in runs:
         program = lowered(found.programs.step, run.program)
         _, _, text = program.as_text().partition("\n")  # its first line has the program's name
-        num_devices = found.plan.stages[run.seat[0]].num_devices
+        num_devices = found.plan.devices_of(found.plan.stages[run.seat[0]])
         group = found.devices[run.seat[0]].group
         alike.setdefault((text, num_devices, group), []).append((run, module_bytes(program)))
     return [

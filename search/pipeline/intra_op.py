@@ -27,7 +27,7 @@ from autoshard.search.ir.sharding import Place, StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from autoshard.search.memory.microbatches import loop_over_microbatches
 from autoshard.search.mesh_problem import NO_CAP, MeshProblem, StepProblem
-from autoshard.search.plan.plan import Decisions
+from autoshard.search.plan.plan import Sharding
 from autoshard.search.plan.shardings import step_sharding
 from autoshard.search.problem.flat_program import ENTER, FlatOp, FlatProgram
 from autoshard.search.problem.reshard_paths import ReshardPaths
@@ -184,17 +184,17 @@ def solved(
 
 
 def decided(
-    step_problem: StepProblem, cluster: Cluster, decisions: Decisions, shape: tuple[int, ...], place: str
+    step_problem: StepProblem, cluster: Cluster, sharding: Sharding, shape: tuple[int, ...], place: str
 ) -> IntraOp:
     """What a plan decides for such a mesh of a replica's devices.
 
     Raises:
       PlanError: it decides something impossible; `place` says of which plan.
     """
-    if tuple(decisions.mesh) != AXIS_NAMES.get(len(shape)):
-        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(decisions.mesh)}")
+    if tuple(sharding.mesh) != AXIS_NAMES.get(len(shape)):
+        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(sharding.mesh)}")
     on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
-    kept = between_programs(on_mesh, on_mesh.codec.allowed(decisions, place))
+    kept = between_programs(on_mesh, on_mesh.codec.allowed(sharding, place))
     try:
         return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
     except NoFitError as e:

@@ -18,31 +18,24 @@ from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster, from_js
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Step
-from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.memory.microbatches import looped
 from autoshard.search.mesh_problem import StepProblem
-from autoshard.search.pipeline.intra_op import decided
+from autoshard.search.pipeline.intra_op import IntraOp, decided
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.programs import made_ready, stage_programs
 from autoshard.search.pipeline.proposals import Parts, Placed, Proposal, StageProposal
 from autoshard.search.pipeline.schedules.registry import build_schedule
 from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
-from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
 from autoshard.search.pipeline.split_loops import num_positions
 from autoshard.search.pipeline.stage_collectives import stage_collectives
 from autoshard.search.pipeline.stage_memory import StageMemory
 from autoshard.search.pipeline.stage_sharding import stage_sharding
 from autoshard.search.pipeline.task_memory import ProgramKernels
+from autoshard.search.plan.edits import marks_of
+from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.measured_shares import measured_shares
-from autoshard.search.plan.pipeline_plan import (
-    REPLICA,
-    PipelineEstimates,
-    PipelinePlan,
-    Stage,
-    StageEstimates,
-)
-from autoshard.search.plan.plan import Collective, Decisions
+from autoshard.search.plan.plan import Collective, Estimates, Plan, Sharding, Stage, StageEstimates
 from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.retention import RetentionCodec
 from autoshard.search.plan.schedule import Schedule
@@ -70,7 +63,7 @@ class Pipeline:
       devices: those of each stage.
     """
 
-    plan: PipelinePlan
+    plan: Plan
     programs: StagePrograms
     schedule: Schedule
     shardings: tuple[StageSharding, ...]
@@ -146,7 +139,7 @@ def find(
     )
 
 
-def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
+def apply(step: Step, plan: Plan, place: str = "the plan") -> Pipeline:
     """A loaded plan on the step that it is for.
 
     Raises:
@@ -161,33 +154,18 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
     placed = _placed(parts, plan, cluster, schedule, place)
-    for decisions in plan.decisions:
-        here, shape = parts.on(_group(cluster, decisions, place)), tuple(decisions.mesh.values())
-        here.solutions[shape] = decided(here.step_problem, here.cluster, decisions, shape, place)
-    for one in placed:
+    for sharding in plan.shardings:
+        here, shape = parts.on(_group(cluster, sharding, place)), tuple(sharding.mesh.values())
+        here.solutions[shape] = decided(here.step_problem, here.cluster, sharding, shape, place)
+    for n, one in enumerate(placed):
         group, _ = cluster.locate(one.first_device)
         if one.shape not in parts.on(group).solutions:
-            raise PlanError(f"{place}: no decisions for replicas of mesh {one.shape} on {group.name}")
+            raise PlanError(
+                f"{place}: stages[{n}] stands on {group.name}, and its sharding is for another group of nodes"
+            )
     found = Proposal.of([parts] * len(placed), cluster, plan.num_replicas, placed, schedule)
     again = _pipeline(step, found, plan.memory_bytes)
     return replace(again, plan=replace(again.plan, cluster=plan.cluster))
-
-
-def simulated(plan: PipelinePlan) -> Simulation:
-    """The schedule of a plan in time, as its estimates say."""
-    costs = [
-        StageCost(
-            s.forward_s,
-            s.backward_s,
-            s.weight_gradient_s,
-            s.send_s,
-            s.return_s,
-            s.residual_bytes,
-            s.residual_bytes,
-        )
-        for s in plan.estimates.stages
-    ]
-    return simulate(build_schedule(plan.schedule, len(costs), plan.microbatches, plan.workers), costs)
 
 
 # --- from what was found to a plan
@@ -203,6 +181,7 @@ def _pipeline(step: Step, found: Proposal, memory_bytes: int) -> Pipeline:
     shardings = tuple(stage_sharding(s.intra_op, parts, programs, n) for n, s in enumerate(found.stages))
     memory = StageMemory(programs, found.schedule, shardings)
     plan = _plan(step, found, memory_bytes, _Stages.of(found, parts, memory, memory_bytes))
+    plan = replace(plan, marks=marks_of(plan))
     groups = [stage.group for stage in found.stages]
     devices = tuple(map(StageDevices, groups, found.caps(memory_bytes)))
     return Pipeline(plan, programs, found.schedule, shardings, devices)
@@ -271,69 +250,68 @@ def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
     return replace(step, on_the_fly=frozenset(v for v in step.of_microbatch if step.place_of(v) in light))
 
 
-def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> PipelinePlan:
+def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Plan:
     problem = found.parts.step_problem
     starts = found.parts.layers.starts
     solutions = {_way(stage): stage.intra_op for stage in found.stages}
+    ways = sorted(solutions)
     sites, names = problem.sites, [group.name for group in found.cluster.groups]
     is_mixed = len(names) > 1
-    return PipelinePlan(
-        step.name,
-        fingerprint(step),
-        jax.__version__,
-        found.cluster.to_json(),
-        memory_bytes,
-        found.schedule.name,
-        found.schedule.num_workers,
-        found.schedule.num_microbatches,
-        tuple(
-            Stage(starts[s.placed.first_layer], _mesh(found.num_replicas, s.placed.shape))
-            for s in found.stages
+    return Plan(
+        step=step.name,
+        fingerprint=fingerprint(step),
+        jax=jax.__version__,
+        cluster=found.cluster.to_json(),
+        groups=tuple(names) if is_mixed else (),
+        memory_bytes=memory_bytes,
+        executor=MPMD,
+        schedule=found.schedule.name,
+        workers=found.schedule.num_workers,
+        microbatches=found.schedule.num_microbatches,
+        stages=tuple(
+            Stage(starts[s.placed.first_layer], found.num_replicas, ways.index(_way(s))) for s in found.stages
         ),
-        RetentionCodec(problem.plain).said(sites) if sites else {},
-        tuple(
-            replace(one.on_mesh.codec.decisions(one.labels), group=name if is_mixed else "")
-            for (name, _), one in sorted(solutions.items())
-        ),
-        replace(
+        retention=RetentionCodec(problem.plain).said(sites) if sites else {},
+        shardings=tuple(replace(_sharding(solutions[way]), group=way[0] if is_mixed else "") for way in ways),
+        estimates=replace(
             _estimates(found, taken),
             shares=tuple(
-                measured_shares(one.on_mesh.memory.costed, one.labels) for _, one in sorted(solutions.items())
+                measured_shares(solutions[way].on_mesh.memory.costed, solutions[way].labels) for way in ways
             ),
         ),
-        tuple(names) if is_mixed else (),
         outline=outlined(step),
     )
 
 
-def _mesh(num_replicas: int, shape: Sequence[int]) -> dict[str, int]:
-    return {REPLICA: num_replicas, **dict(zip(AXIS_NAMES[len(shape)], shape, strict=True))}
+def _sharding(solution: IntraOp) -> Sharding:
+    return solution.on_mesh.codec.decisions(solution.labels).sharding
 
 
-def _estimates(found: Proposal, taken: _Stages) -> PipelineEstimates:
+def _estimates(found: Proposal, taken: _Stages) -> Estimates:
     stages = tuple(
         StageEstimates(
-            stage.cost.forward_s,
-            stage.cost.backward_s,
-            stage.cost.weight_gradient_s,
-            stage.cost.activation_transfer_s,
-            stage.cost.gradient_transfer_s,
-            stage.once_s,
-            round(stage.cost.residual_bytes),
-            round(stage.state_bytes),
-            round(stage.workspace_bytes),
-            round(taken.peak_bytes[n]),
-            taken.collectives[n],
+            forward_s=stage.cost.forward_s,
+            backward_s=stage.cost.backward_s,
+            weight_gradient_s=stage.cost.weight_gradient_s,
+            send_s=stage.cost.activation_transfer_s,
+            return_s=stage.cost.gradient_transfer_s,
+            update_s=stage.once_s,
+            residual_bytes=round(stage.cost.residual_bytes),
+            state_bytes=round(stage.state_bytes),
+            workspace_bytes=round(stage.workspace_bytes),
+            peak_bytes=round(taken.peak_bytes[n]),
+            collectives=taken.collectives[n],
         )
         for n, stage in enumerate(found.stages)
     )
-    return PipelineEstimates(found.step_s, found.idle_share, round(max(taken.peak_bytes)), stages)
+    peak_bytes = round(max(taken.peak_bytes))
+    return Estimates(step_s=found.step_s, peak_bytes=peak_bytes, bubble=found.idle_share, stages=stages)
 
 
 # --- from a plan to what it means
 
 
-def _ordered(cluster: AnyCluster, plan: PipelinePlan, place: str) -> AnyCluster:
+def _ordered(cluster: AnyCluster, plan: Plan, place: str) -> AnyCluster:
     """The cluster that a plan is for, its groups of nodes in the order in which stages stand on them."""
     if not isinstance(cluster, MixedCluster):
         return cluster
@@ -343,21 +321,21 @@ def _ordered(cluster: AnyCluster, plan: PipelinePlan, place: str) -> AnyCluster:
         raise ClusterError(f"{place}: groups: {e}") from e
 
 
-def _group(cluster: AnyCluster, decisions: Decisions, place: str) -> Cluster:
-    """The nodes that decisions are for."""
+def _group(cluster: AnyCluster, sharding: Sharding, place: str) -> Cluster:
+    """The nodes that a sharding is for."""
     groups = {group.name: group for group in cluster.groups}
     if len(groups) == 1:
         return cluster.groups[0]
-    if decisions.group not in groups:
+    if sharding.group not in groups:
         raise PlanError(
-            f"{place}: wanted decisions for a group of nodes, {' or '.join(map(repr, groups))}, got {decisions.group!r}"
+            f"{place}: wanted shardings for a group of nodes, {' or '.join(map(repr, groups))}, got {sharding.group!r}"
         )
-    return groups[decisions.group]
+    return groups[sharding.group]
 
 
-def _parts(step: Step, plan: PipelinePlan, first: Cluster, place: str) -> Parts:
+def _parts(step: Step, plan: Plan, first: Cluster, place: str) -> Parts:
     """The step as a plan takes it apart and recomputes of it, with layers that begin where stages do."""
-    num_replicas = {stage.num_replicas for stage in plan.stages}
+    num_replicas = {stage.replicas for stage in plan.stages}
     if len(num_replicas) != 1:
         raise PlanError(f"{place}: wanted as many replicas of each stage, got {sorted(num_replicas)}")
     count = plan.microbatches * plan.num_replicas
@@ -378,21 +356,20 @@ def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> No
         )
 
 
-def _placed(
-    parts: Parts, plan: PipelinePlan, cluster: AnyCluster, schedule: Schedule, place: str
-) -> list[Placed]:
+def _placed(parts: Parts, plan: Plan, cluster: AnyCluster, schedule: Schedule, place: str) -> list[Placed]:
     """Where a plan has its stages: workers stand on the devices one after the other."""
     starts = [parts.layers.starts.index(stage.first_op) for stage in plan.stages]
-    sizes = [plan.stages[schedule.stages_of(w)[0]].num_devices for w in range(schedule.num_workers)]
+    sizes = [plan.devices_of(plan.stages[schedule.stages_of(w)[0]]) for w in range(schedule.num_workers)]
     firsts = [sum(sizes[: schedule.workers_of(n)[0]]) for n in range(len(plan.stages))]
     if (total := sum(sizes)) != cluster.num_devices:
         raise PlanError(f"{place}: its stages have {total} devices, its cluster {cluster.num_devices}")
     for n, (first, stage) in enumerate(zip(firsts, plan.stages, strict=True)):
-        if cluster.locate(first)[0] != cluster.locate(first + stage.num_devices - 1)[0]:
+        last = first + plan.devices_of(stage) - 1
+        if cluster.locate(first)[0] != cluster.locate(last)[0]:
             raise PlanError(
-                f"{place}: stage {n} would stand on devices {first} to {first + stage.num_devices - 1}, which are not all "
+                f"{place}: stage {n} would stand on devices {first} to {last}, which are not all "
                 f"of one kind; the groups of nodes are {cluster}"
             )
     ends = [*starts[1:], parts.layers.num_layers]
-    shapes = [tuple(stage.replica_mesh.values()) for stage in plan.stages]
+    shapes = [tuple(plan.sharding_of(stage).mesh.values()) for stage in plan.stages]
     return [Placed(*one) for one in zip(starts, ends, firsts, shapes, strict=True)]

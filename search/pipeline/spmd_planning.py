@@ -6,7 +6,7 @@ own, and the devices of each, which share the work on these as a search for the 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import inf
 
 import jax
 
@@ -18,15 +18,14 @@ from autoshard.search.memory.microbatches import looped
 from autoshard.search.pipeline.intra_op import decided
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import Parts
-from autoshard.search.pipeline.schedules.registry import build_schedule
 from autoshard.search.pipeline.search import PipelineOptions
-from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
-from autoshard.search.pipeline.spmd_costs import AXES
 from autoshard.search.pipeline.spmd_search import Dealt, SpmdParts, SpmdProposal, SpmdSearch
+from autoshard.search.plan.edits import marks_of
+from autoshard.search.plan.executors import SPMD
 from autoshard.search.plan.measured_shares import measured_shares
+from autoshard.search.plan.plan import Estimates, Plan, Stage, StageEstimates
 from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.retention import RetentionCodec
-from autoshard.search.plan.spmd_plan import SpmdEstimates, SpmdPlan
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.flat_program import flatten
@@ -44,7 +43,7 @@ class SpmdPipeline:
       sharding: how the devices of a replica share it.
     """
 
-    plan: SpmdPlan
+    plan: Plan
     program: SpmdStep
     sharding: SpmdSharding
 
@@ -85,7 +84,7 @@ def find(
     return replace(pipeline, plan=replace(pipeline.plan, search_s=watch.seconds))
 
 
-def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
+def apply(step: Step, plan: Plan, place: str = "the plan") -> SpmdPipeline:
     """A loaded plan on the step that it is for.
 
     Raises:
@@ -93,10 +92,11 @@ def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
     """
     check_is_for(plan, step, place)
     cluster = Cluster.from_json(plan.cluster, f"{place}: cluster")
-    if tuple(plan.mesh) != AXES:
-        raise PlanError(f"{place}: wanted a mesh with the axes {AXES}, got {tuple(plan.mesh)}")
-    shape = tuple(plan.decisions.mesh.values()) if plan.decisions else (1,)
-    dealt = Dealt(plan.schedule, plan.stages, plan.num_workers, plan.num_replicas, shape, plan.microbatches)
+    sharding, replicas = plan.shardings[0], plan.num_replicas
+    if {(stage.replicas, stage.sharding) for stage in plan.stages} != {(replicas, 0)}:
+        raise PlanError(f"{place}: wanted equal stages of one program, got {[*plan.stages]}")
+    shape = tuple(sharding.mesh.values())
+    dealt = Dealt(plan.schedule, len(plan.stages), plan.workers, replicas, shape, plan.microbatches)
     try:
         dealt.check(step, cluster)
         sites = frozenset()
@@ -105,8 +105,7 @@ def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
                 plan.retention, place
             )
         parts = Parts.of(step, [""] * len(step.arguments), cluster, dealt.count, sites)
-        if plan.decisions:
-            parts.solutions[shape] = decided(parts.step_problem, cluster, plan.decisions, shape, place)
+        parts.solutions[shape] = decided(parts.step_problem, cluster, sharding, shape, place)
         found = SpmdParts(step, parts).proposal(dealt)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
@@ -114,47 +113,43 @@ def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
     return replace(again, plan=replace(again.plan, cluster=plan.cluster))
 
 
-def simulated(plan: SpmdPlan) -> Simulation:
-    """The ticks of a plan in time, as its estimates say: of what stages take in loops over layers, with sending."""
-    said = plan.estimates
-    cost = StageCost(said.forward_s, said.backward_s, residual_bytes=said.residual_bytes)
-    schedule = build_schedule(plan.schedule, plan.stages, plan.microbatches, plan.num_workers)
-    return simulate(schedule, [cost] * plan.stages)
-
-
 def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipeline:
     problem, dealt, intra_op = found.parts.step_problem, found.dealt, found.intra_op
-    is_shared = prod(dealt.shape) > 1
-    plan = SpmdPlan(
-        step.name,
-        fingerprint(step),
-        jax.__version__,
-        found.parts.cluster.to_json(),
-        memory_bytes,
-        dealt.schedule,
-        dealt.microbatches,
-        dealt.stages,
-        dict(zip(AXES, (dealt.workers, dealt.num_replicas), strict=True)),
-        RetentionCodec(problem.plain).said(problem.sites) if problem.sites else {},
-        _estimates(found, memory_bytes),
-        intra_op.on_mesh.codec.decisions(intra_op.labels) if is_shared else None,
+    plan = Plan(
+        step=step.name,
+        fingerprint=fingerprint(step),
+        jax=jax.__version__,
+        cluster=found.parts.cluster.to_json(),
+        memory_bytes=memory_bytes,
+        executor=SPMD,
+        schedule=dealt.schedule,
+        workers=dealt.workers,
+        microbatches=dealt.microbatches,
+        stages=(Stage(replicas=dealt.num_replicas),) * dealt.stages,
+        retention=RetentionCodec(problem.plain).said(problem.sites) if problem.sites else {},
+        shardings=(intra_op.on_mesh.codec.decisions(intra_op.labels).sharding,),
+        estimates=_estimates(found, memory_bytes),
         outline=outlined(step),
     )
-    return SpmdPipeline(plan, found.program, found.sharding)
+    return SpmdPipeline(replace(plan, marks=marks_of(plan)), found.program, found.sharding)
 
 
-def _estimates(found: SpmdProposal, memory_bytes: int) -> SpmdEstimates:
+def _estimates(found: SpmdProposal, memory_bytes: int) -> Estimates:
     costs, memory, intra_op = found.costs, found.memory(memory_bytes), found.intra_op
-    return SpmdEstimates(
-        found.step_s,
-        found.bubble,
-        round(memory.peak_bytes),
-        costs.pass_s(is_backward=False),
-        costs.pass_s(is_backward=True),
-        costs.between_s,
-        costs.once_s,
-        round(memory.residual_bytes),
-        round(memory.resting_bytes),
-        costs.collectives,
-        measured_shares(intra_op.on_mesh.memory.costed, intra_op.labels),
+    of_stage = StageEstimates(
+        forward_s=costs.pass_s(is_backward=False),
+        backward_s=costs.pass_s(is_backward=True),
+        update_s=costs.once_s,
+        residual_bytes=round(memory.residual_bytes),
+        state_bytes=round(memory.resting_bytes),
+        peak_bytes=round(memory.peak_bytes),
+    )
+    return Estimates(
+        step_s=found.step_s,
+        peak_bytes=of_stage.peak_bytes,
+        collectives=costs.collectives,
+        bubble=found.bubble,
+        between_s=costs.between_s,
+        stages=(of_stage,) * found.dealt.stages,
+        shares=(measured_shares(intra_op.on_mesh.memory.costed, intra_op.labels),),
     )

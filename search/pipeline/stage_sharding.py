@@ -17,8 +17,8 @@ from autoshard.search.ir.spec import AXIS_NAMES, WHOLE, Spec, divides
 from autoshard.search.pipeline.imposed import Imposed
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.plan.pipeline_plan import REPLICA
 from autoshard.search.plan.stage_programs import StagePrograms, StageSharding
+from autoshard.search.plan.values import REPLICA
 
 MIN_BYTES = 1 << 16
 """Smaller values are not split over replicas. Source: a choice of ours; below, collectives are all latency."""

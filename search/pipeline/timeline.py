@@ -12,13 +12,32 @@ from collections.abc import Iterator
 from typing import Any
 
 from autoshard.cost_model.units import format_bytes, format_seconds
-from autoshard.search.pipeline.simulator import Run, Simulation
+from autoshard.search.pipeline.schedules.registry import build_schedule
+from autoshard.search.pipeline.simulator import Run, Simulation, StageCost, simulate
+from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.text_table import WIDTH
 
 IDLE, GOING_ON = ".", "-"
 
 MICROSECONDS = 1e6
 """Per second: trace events are in microseconds."""
+
+
+def simulated(plan: Plan) -> Simulation:
+    """A pipeline's schedule in time, as its plan's estimates say."""
+    costs = [
+        StageCost(
+            s.forward_s,
+            s.backward_s,
+            s.weight_gradient_s,
+            s.send_s,
+            s.return_s,
+            s.residual_bytes,
+            s.residual_bytes,
+        )
+        for s in plan.estimates.stages
+    ]
+    return simulate(build_schedule(plan.schedule, len(costs), plan.microbatches, plan.workers), costs)
 
 
 def text(simulation: Simulation, width: int = WIDTH) -> str:

@@ -7,15 +7,16 @@ names an axis is also another one if that axis has another size.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.plan.argument_lines import argument_lines
-from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.summary import time_parts
+from autoshard.search.plan.edits import is_edited
+from autoshard.search.plan.summary import stage_meshes, time_parts, whole_mesh
 from autoshard.search.plan.text_table import aligned, fitted, plural
+from autoshard.search.plan.values import Collective, PlanValues
 
 LEAST_SHARE = 1e-3
 """Of a total, by how much a part must differ to be shown. Source: a choice of ours."""
@@ -45,7 +46,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison[Kind: PlanValues]:
     """The differences between two plans; `print` it.
 
     Attributes:
@@ -58,8 +59,8 @@ class Comparison:
       arguments: by pytree path, both specs of those that are sharded differently.
     """
 
-    plan: Plan
-    against: Plan
+    plan: Kind
+    against: Kind
     time: tuple[Amount, ...]
     memory: tuple[Amount, ...]
     collectives: tuple[Amount, ...]
@@ -67,21 +68,22 @@ class Comparison:
     arguments: Mapping[str, tuple[str, str]]
 
     @classmethod
-    def of(cls, plan: Plan, against: Plan) -> "Comparison":
+    def of(cls, plan: Kind, against: Kind) -> Self:
         """Compares two plans."""
         both = plan, against
 
-        def amounts(parts_of: Callable[[Plan], Mapping[str, float]], *whole: Amount) -> tuple[Amount, ...]:
+        def amounts(parts_of: Callable[[Kind], Mapping[str, float]], *whole: Amount) -> tuple[Amount, ...]:
             ours, theirs = map(parts_of, both)
             return (*whole, *(Amount(n, ours.get(n, 0.0), theirs.get(n, 0.0)) for n in {**ours, **theirs}))
 
         step = Amount("step", plan.estimates.step_s, against.estimates.step_s)
         peak = Amount("peak", plan.estimates.peak_bytes, against.estimates.peak_bytes)
+        has_residents = all(p.estimates.residents for p in both)
         return cls(
             plan,
             against,
-            amounts(lambda p: time_parts(p.estimates), step),
-            amounts(lambda p: p.estimates.residents, peak),
+            amounts(time_parts, step),
+            amounts(lambda p: p.estimates.residents if has_residents else {}, peak),
             amounts(lambda p: _collectives(p, lambda c: c.seconds)),
             amounts(lambda p: _collectives(p, lambda c: float(c.bytes))),
             _lying_otherwise(plan, against),
@@ -94,7 +96,7 @@ class Comparison:
             return {amount.name: [amount.this, amount.other] for amount in amounts}
 
         return {
-            "mesh": [dict(p.decisions.mesh) for p in (self.plan, self.against)],
+            "mesh": [whole_mesh(p) for p in (self.plan, self.against)],
             "seconds": told(self.time),
             "bytes": told(self.memory),
             "collective_seconds": told(self.collectives),
@@ -114,23 +116,31 @@ class Comparison:
         return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
 
-def _collectives(plan: Plan, amount: Callable[[Any], float]) -> dict[str, float]:
-    """Amounts by kind and axes, the axes with their sizes: two plans' axes of one name may differ."""
-    mesh, total = plan.decisions.mesh, dict[str, float]()
-    for one in plan.estimates.collectives:
-        name = f"{one.kind} over {', '.join(f'{axis}={mesh[axis]}' for axis in one.axes)}"
-        total[name] = total.get(name, 0.0) + amount(one)
+def _collectives(plan: PlanValues, amount: Callable[[Collective], float]) -> dict[str, float]:
+    """Amounts by kind and axes, the axes with their sizes, as two plans' axes of one name may differ. If stages have their
+    own programs, the mean of all devices."""
+    total = dict[str, float]()
+    for share, mesh, collectives in _moved(plan):
+        for one in collectives:
+            name = f"{one.kind} over {', '.join(f'{axis}={mesh[axis]}' for axis in one.axes)}"
+            total[name] = total.get(name, 0.0) + share * amount(one)
     return total
 
 
-def _lying_otherwise(plan: Plan, against: Plan) -> dict[str, tuple[str, str]]:
-    ours, theirs = plan.decisions, against.decisions
-    sizes = {**ours.mesh, **theirs.mesh}
-    changed = {axis for axis in sizes if ours.mesh.get(axis, 1) != theirs.mesh.get(axis, 1)}
-    specs = {
-        path: (ours.arguments.get(path, ABSENT), theirs.arguments.get(path, ABSENT))
-        for path in {**ours.arguments, **theirs.arguments}
-    }
+def _moved(plan: PlanValues) -> Iterator[tuple[float, Mapping[str, int], Sequence[Collective]]]:
+    """The share of the devices that take part, their mesh, and their collectives."""
+    yield 1.0, whole_mesh(plan), plan.estimates.collectives
+    num_devices = sum(map(plan.devices_of, plan.stages))
+    for stage, taken in zip(plan.stages, plan.estimates.stages, strict=False):
+        yield plan.devices_of(stage) / num_devices, plan.mesh_of(stage), taken.collectives
+
+
+def _lying_otherwise(plan: PlanValues, against: PlanValues) -> dict[str, tuple[str, str]]:
+    ours, theirs = _specs(plan), _specs(against)
+    sizes, other_sizes = _axis_sizes(plan), _axis_sizes(against)
+    axes = {**sizes, **other_sizes}
+    changed = {axis for axis in axes if sizes.get(axis, {1}) != other_sizes.get(axis, {1})}
+    specs = {path: (ours.get(path, ABSENT), theirs.get(path, ABSENT)) for path in {**ours, **theirs}}
     return {
         path: (this, other)
         for path, (this, other) in specs.items()
@@ -138,15 +148,34 @@ def _lying_otherwise(plan: Plan, against: Plan) -> dict[str, tuple[str, str]]:
     }
 
 
+def _specs(plan: PlanValues) -> dict[str, str]:
+    """By argument, its spec; the specs on all meshes, if these differ."""
+    said: dict[str, dict[str, None]] = {}
+    for sharding in plan.shardings:
+        for path, spec in sharding.arguments.items():
+            said.setdefault(path, {})[spec] = None
+    return {path: " or ".join(specs) for path, specs in said.items()}
+
+
+def _axis_sizes(plan: PlanValues) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for sharding in plan.shardings:
+        for axis, size in sharding.mesh.items():
+            found.setdefault(axis, set()).add(size)
+    return found
+
+
 # --- text
 
 
-def _head(plan: Plan, against: Plan) -> list[str]:
-    sides: dict[str, Callable[[Plan], str]] = {
+def _head(plan: PlanValues, against: PlanValues) -> list[str]:
+    sides: dict[str, Callable[[PlanValues], str]] = {
         "mesh": _mesh,
         "cluster": lambda p: str(p.cluster.get("name")),
         "step": lambda p: f"{p.step} ({p.fingerprint})",
-        "microbatches": lambda p: str(p.decisions.microbatches),
+        "executor": lambda p: p.executor,
+        "schedule": lambda p: p.schedule or ABSENT,
+        "microbatches": lambda p: str(p.microbatches),
     }
     rows = [(name, said(plan), said(against)) for name, said in sides.items()]
     shown = [row for row in rows if row[0] == "mesh" or row[1] != row[2]]
@@ -156,7 +185,7 @@ def _head(plan: Plan, against: Plan) -> list[str]:
     ]
 
 
-def incomparable(plan: Plan, against: Plan) -> str:
+def incomparable(plan: PlanValues, against: PlanValues) -> str:
     """The reason why the step times of two plans say nothing about which is better; empty if they do."""
     if plan.fingerprint != against.fingerprint:
         return (
@@ -165,7 +194,7 @@ def incomparable(plan: Plan, against: Plan) -> str:
     if plan.cluster != against.cluster:
         names = f"{plan.cluster.get('name')} and {against.cluster.get('name')}"
         return f"the plans are for different clusters, {names}: their times are not compared"
-    if plan.is_edited or against.is_edited:
+    if is_edited(plan) or is_edited(against):
         return "a plan was edited by hand, and its estimates were made before: their times are not compared"
     return ""
 
@@ -177,9 +206,11 @@ def _verdict(this_s: float, other_s: float) -> str:
     return f"this plan is {abs(more):.1%} {'slower' if more > 0 else 'faster'} than the other"
 
 
-def _mesh(plan: Plan) -> str:
-    mesh = plan.decisions.mesh
-    return f"{format_mesh(tuple(mesh.values()))} ({' x '.join(mesh)})"
+def _mesh(plan: PlanValues) -> str:
+    """`2x4 (data x model)`; `2 stages of 1x4 (replica x data)`."""
+    said = [f"{format_mesh(tuple(mesh.values()))} ({' x '.join(mesh)})" for mesh in stage_meshes(plan)]
+    text = " or ".join(dict.fromkeys(said))
+    return f"{plural(len(plan.stages), 'stage')} of {text}" if plan.is_pipeline else text
 
 
 def _table(

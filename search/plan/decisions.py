@@ -32,8 +32,8 @@ from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, format_sp
 from autoshard.search.memory.offload import MIN_BYTES, may_rest_on_host
 from autoshard.search.plan.edits import Decision
 from autoshard.search.plan.names import scoped_name, unique
-from autoshard.search.plan.plan import Decisions
 from autoshard.search.plan.text_table import plural
+from autoshard.search.plan.values import Decisions, Sharding
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import FlatOp, ReadPhase
 from autoshard.search.problem.op_groups import OpGroup
@@ -69,7 +69,7 @@ def node_names(graph: StrategyGraph) -> tuple[tuple[str, ...], ...]:
     return tuple(names)
 
 
-def hosted(step: Step, decisions: Decisions, place: str) -> frozenset[int]:
+def hosted(step: Step, decisions: Sharding, place: str) -> frozenset[int]:
     """The arguments that a plan rests in the host's memory.
 
     Raises:
@@ -88,7 +88,7 @@ def hosted(step: Step, decisions: Decisions, place: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def apart(step: Step, decisions: Decisions) -> tuple[tuple[str | None, ...], ...]:
+def apart(step: Step, decisions: Sharding) -> tuple[tuple[str | None, ...], ...]:
     """Per argument, what a plan says of it and of its copies: where that differs, no node can decide it together."""
     return tuple(
         (
@@ -213,7 +213,7 @@ class DecisionCodec:
         return Decisions(self.mesh, arguments, tables["ops"], tables["copies"])
 
     def allowed(
-        self, decisions: Decisions, place: str, edited: Collection[Decision] = ()
+        self, decisions: Sharding, place: str, edited: Collection[Decision] = ()
     ) -> tuple[np.ndarray, ...]:
         """Per node: the strategies that a plan's decisions leave; all of them where the plan says nothing.
 
@@ -244,7 +244,7 @@ class DecisionCodec:
             return "copies"
         return "arguments" if graph.folded.op(graph.groups[node].op_classes[0]).name == "input" else "ops"
 
-    def unknown(self, decisions: Decisions) -> tuple[Decision, ...]:
+    def unknown(self, decisions: Sharding) -> tuple[Decision, ...]:
         """The decisions that name nothing in this step."""
         known = {(self._kind(node), name) for node, names in enumerate(self.names) for name in names}
         said = ((kind, name) for kind in _KINDS for name in getattr(decisions, kind))
@@ -257,7 +257,7 @@ class DecisionCodec:
             return self.resting(node, self.parse(text.removesuffix(ON_HOST), name, place), name, place)
         return np.array([self._lookup(node, name, text, place)])
 
-    def firmness(self, decisions: Decisions, edited: Collection[Decision]) -> dict[int, int]:
+    def firmness(self, decisions: Sharding, edited: Collection[Decision]) -> dict[int, int]:
         """Per node that a plan decides: how firmly it does, for `reconciled`."""
         found: dict[int, int] = {}
         for node, names in enumerate(self.names):
@@ -267,7 +267,7 @@ class DecisionCodec:
                 found[node] = EDITED if is_edited else ARGUMENT if kind == "arguments" else 0
         return found
 
-    def said(self, node: int, decisions: Decisions) -> str:
+    def said(self, node: int, decisions: Sharding) -> str:
         """What a plan says of a node that it decides."""
         return getattr(decisions, self._kind(node))[self.names[node][0]]
 

@@ -9,10 +9,8 @@ plan of a thousand, one edit in ten thousand would go unseen.
 import base64
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from autoshard.search.plan.plan import Decisions
+from autoshard.search.plan.values import PlanValues
 
 MARK_BYTES = 3
 """Of a mark; four letters, as text."""
@@ -24,35 +22,45 @@ Decision = tuple[str, str]
 """Its table, such as `arguments`, and its name there."""
 
 
-def marks_of(decisions: "Decisions") -> str:
+def marks_of(plan: PlanValues) -> str:
     """The marks of all decisions, one after the other."""
-    return "".join(sorted(_mark(table, name, said) for table, name, said in _all(decisions)))
+    return "".join(sorted(_mark(*decision) for decision in _all(plan)))
 
 
-def edited(decisions: "Decisions", marks: str) -> tuple[Decision, ...]:
+def edited(plan: PlanValues) -> tuple[Decision, ...]:
     """The decisions that have no mark; none where there are no marks at all, as nothing is known then."""
-    known = _split(marks)
+    known = _split(plan.marks)
     if not known:
         return ()
-    return tuple(
-        (table, name) for table, name, said in _all(decisions) if _mark(table, name, said) not in known
-    )
+    return tuple((table, name) for table, name, said in _all(plan) if _mark(table, name, said) not in known)
 
 
-def num_deleted(decisions: "Decisions", marks: str) -> int:
+def num_deleted(plan: PlanValues) -> int:
     """How many marks belong to no decision: what was deleted, where nothing was edited."""
-    return len(_split(marks) - {_mark(*decision) for decision in _all(decisions)})
+    return len(_split(plan.marks) - {_mark(*decision) for decision in _all(plan)})
+
+
+def is_edited(plan: PlanValues) -> bool:
+    """Whether the estimates are those of another plan: decisions were edited, added or deleted since, or anything else."""
+    return not plan.is_sealed or bool(edited(plan) or num_deleted(plan))
 
 
 def _split(marks: str) -> set[str]:
     return {marks[i : i + MARK_LETTERS] for i in range(0, len(marks), MARK_LETTERS)}
 
 
-def _all(decisions: "Decisions") -> Iterator[tuple[str, str, str]]:
-    yield "microbatches", "", str(decisions.microbatches)
-    for table in ("mesh", "arguments", "ops", "copies", "retention"):
-        for name, said in getattr(decisions, table).items():
-            yield table, name, str(said)
+def _all(plan: PlanValues) -> Iterator[tuple[str, str, str]]:
+    yield "microbatches", "", str(plan.microbatches)
+    for n, sharding in enumerate(plan.shardings):
+        for table in ("mesh", "arguments", "ops", "copies"):
+            for name, said in getattr(sharding, table).items():
+                yield f"{table} {n}" if n else table, name, str(said)
+    for name, said in plan.retention.items():
+        yield "retention", name, said
+    if plan.is_pipeline:
+        yield "schedule", "", f"{plan.schedule} {plan.workers}"
+        for n, stage in enumerate(plan.stages):
+            yield "stages", f"stage {n}", f"{stage.first_op} {stage.replicas} {stage.sharding}"
 
 
 def _mark(*decision: str) -> str:

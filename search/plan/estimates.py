@@ -10,7 +10,7 @@ from autoshard.search.device.prediction import Prediction
 from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.memory.copies import SCOPE
 from autoshard.search.plan.measured_shares import measured_shares
-from autoshard.search.plan.plan import Collective, Estimates
+from autoshard.search.plan.values import Collective, Estimates
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.reshard import SLICE
 from autoshard.search.problem.reshard_paths import ReshardPaths
@@ -41,7 +41,7 @@ def estimate(
         residents={r.value: round(b) for r, b in device.peak.residents},
         peak_at=where(costed, device.peak.position),
         collectives=collectives,
-        shares=measured_shares(costed, chosen, collectives),
+        shares=(measured_shares(costed, chosen, collectives),),
     )
 
 

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from autoshard.cost_model.errors import InputError, PlanError
 
@@ -34,12 +34,6 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         ) from e
     except (ValueError, RecursionError) as e:
         raise PlanError(f"the plan {path} cannot be read as JSON: {e}") from e
-
-
-def schema_of(data: Any) -> str | None:
-    """What JSON-ready values say that they are, if they say so."""
-    schema: Any = cast(dict[str, Any], data).get("schema") if isinstance(data, dict) else None
-    return schema if isinstance(schema, str) else None
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:

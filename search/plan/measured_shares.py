@@ -20,7 +20,7 @@ from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL
 from autoshard.search.memory.copies import SCOPE
 from autoshard.search.plan.decisions import node_names
 from autoshard.search.plan.named_sums import LOOK_UP
-from autoshard.search.plan.plan import Collective
+from autoshard.search.plan.values import Collective
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import FlatOp, FlatProgram

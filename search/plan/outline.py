@@ -11,8 +11,8 @@ depends on it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from autoshard.search.plan.bounds import Count
 from autoshard.search.plan.text_table import plural
 
 MAX_NAMES = 3
@@ -32,11 +32,7 @@ class Outline:
 
     arguments: Mapping[str, str]
     results: Mapping[str, str]
-    ops: Mapping[str, int]
-
-    def to_json(self) -> dict[str, Any]:
-        """The outline as JSON-ready values."""
-        return {"arguments": dict(self.arguments), "results": dict(self.results), "ops": dict(self.ops)}
+    ops: Mapping[str, Count]
 
     def difference(self, other: "Outline") -> str:
         """In words, how this step differs from another one, as far as outlines tell."""

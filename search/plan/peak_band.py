@@ -80,9 +80,3 @@ def compiled_as[Planned: Any](plan: Planned, file: Any) -> Planned:
     """
     is_of_it = not file.is_edited and file.jax == jax.__version__
     return compiled(plan, file.estimates.compiled_peak_bytes if is_of_it else None)
-
-
-def compiled_json(estimates: HasPeaks) -> dict[str, int]:
-    """The compiled peak as an entry of a plan's file; empty without one."""
-    peak_bytes = estimates.compiled_peak_bytes
-    return {} if peak_bytes is None else {"compiled_peak_bytes": peak_bytes}

@@ -1,25 +1,12 @@
 """Whether a plan is for a step: by the fingerprint; and if not, how the step differs, by the outline."""
 
 from collections import Counter
-from typing import Protocol
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.graph import Step, Value, walk
 from autoshard.search.plan.outline import Outline
+from autoshard.search.plan.values import PlanValues
 from autoshard.search.problem.fingerprint import fingerprint
-
-
-class Planned(Protocol):
-    """A plan of any kind."""
-
-    @property
-    def step(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def outline(self) -> Outline | None: ...
 
 
 def outlined(step: Step) -> Outline:
@@ -35,7 +22,7 @@ def outlined(step: Step) -> Outline:
     )
 
 
-def check_is_for(plan: Planned, step: Step, place: str) -> None:
+def check_is_for(plan: PlanValues, step: Step, place: str) -> None:
     """Checks that a plan was made for a step.
 
     Args:

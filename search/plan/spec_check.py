@@ -7,10 +7,10 @@ this check, and by whoever has no step at hand.
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.spec import parse_spec
 from autoshard.search.plan.decisions import ON_HOST, SPEC
-from autoshard.search.plan.plan import Decisions
+from autoshard.search.plan.values import Sharding
 
 
-def check_specs(decisions: Decisions, place: str) -> None:
+def check_specs(decisions: Sharding, place: str) -> None:
     """Checks all specs.
 
     Raises:
@@ -23,7 +23,7 @@ def check_specs(decisions: Decisions, place: str) -> None:
             _check(text, False, decisions, f"{place}: {name}")
 
 
-def _check(text: str, is_one: bool, decisions: Decisions, where: str) -> None:
+def _check(text: str, is_one: bool, decisions: Sharding, where: str) -> None:
     """A text that is one spec, or has specs in it."""
     specs, rest = SPEC.findall(text), SPEC.sub("", text).strip()
     if not specs or "(" in rest or (is_one and (rest or len(specs) > 1)):

@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from itertools import groupby
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import MeshModel
 from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
 from autoshard.cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.search.plan.argument_lines import argument_lines
-from autoshard.search.plan.edits import num_deleted
+from autoshard.search.plan.edits import edited, is_edited, num_deleted
+from autoshard.search.plan.executors import EXECUTORS, JIT, SPMD
 from autoshard.search.plan.headline import HEAVY, PlanShape, StageShape, headline, mfu
 from autoshard.search.plan.peak_band import HasPeaks, band, is_known, may_exceed
-from autoshard.search.plan.plan import Estimates, Plan
-from autoshard.search.plan.text_table import aligned, fitted, more_of, plural, search_time
+from autoshard.search.plan.text_table import Row, aligned, fitted, more_of, plural, search_time
+from autoshard.search.plan.values import Collective, Estimates, PlanValues, StageEstimates
 from autoshard.search.plan.work_shares import WorkShares
 
 _MAX_OP_LINES = 8
@@ -32,7 +34,7 @@ EDITED = "edited by hand, or made by an earlier version"
 UNPRICED = "  no estimates: they were made before. To make new ones: autoshard show PLAN TARGET"
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: PlanValues) -> str:
     """The plan in plain text. The answer comes first: the kind of plan, its time, its memory and its certificate. Then come
     the details, and last those that only files and compilers need.
 
@@ -46,66 +48,86 @@ def summary(plan: Plan) -> str:
       PlanError: a loaded plan's cluster does not make sense, or has not as many devices as the mesh.
     """
     try:
-        cluster = Cluster.from_json(plan.cluster, "plan: cluster")
-        model = MeshModel(cluster, tuple(plan.decisions.mesh.values()))
+        cluster = from_json(plan.cluster, "plan: cluster")
+        rows = _head(plan, cluster)
     except InputError as e:
         raise PlanError(str(e)) from e
-    decisions = plan.decisions
     parts = [
-        _edits(plan) if plan.is_edited else _answer(plan, cluster),
-        _head(plan, cluster, model),
-        argument_lines(decisions.arguments),
-        _ops(decisions.ops, None if plan.is_edited else plan.estimates.shares),
-        _recomputed(decisions.retention),
-        *([] if plan.is_edited else _estimated(plan)),
+        _edits(plan) if is_edited(plan) else _answer(plan, cluster),
+        rows,
+        *([] if plan.is_pipeline else _one_program(plan)),
+        *([] if is_edited(plan) else [_stages(plan)]),
+        _recomputed(plan.retention),
+        *([] if is_edited(plan) else _estimated(plan)),
         _origin(plan, cluster),
     ]
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
 
-def _answer(plan: Plan, cluster: Cluster) -> list[str]:
+def _answer(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     """The kind of plan, its time, its memory and its certificate."""
     estimates = plan.estimates
-    utilization = mfu([estimates.shares], [cluster], estimates.step_s)
+    utilization = mfu(estimates.shares, cluster.groups, estimates.step_s)
     return [
         headline(_shape(plan)),
-        time_line(estimates.step_s, utilization, cluster.caveat),
-        memory_line(estimates, plan.memory_bytes, cluster.platform),
+        _time_line(plan, utilization, cluster.caveat),
+        *_peaks(plan, cluster),
         _gap(plan),
     ]
 
 
-def _estimated(plan: Plan) -> list[list[str]]:
+def _one_program(plan: PlanValues) -> list[list[str]]:
+    """The arguments and the heavy ops of a plan of one program."""
+    shares = None if is_edited(plan) else next(iter(plan.estimates.shares), None)
+    return [argument_lines(plan.decisions.arguments), _ops(plan.decisions.ops, shares)]
+
+
+def _estimated(plan: PlanValues) -> list[list[str]]:
     """The parts that hold only for the decisions that the estimates were made of."""
     return [
-        _collectives(plan.estimates),
-        _time(plan.estimates),
+        _collectives(plan),
+        _time(plan),
         _memory(plan.estimates),
         _certificate(plan),
         search_time(plan.search_s),
     ]
 
 
-def time_line(step_s: float, utilization: float | None, caveat: str, bubble: float | None = None) -> str:
+def _time_line(plan: PlanValues, utilization: float | None, caveat: str) -> str:
     """The predicted step time, its MFU and, of a pipeline, its bubble; and the cluster's caveat."""
-    said = [f"predicted step time: {format_seconds(step_s)}"]
+    said = [f"predicted step time: {format_seconds(plan.estimates.step_s)}"]
     said += [] if utilization is None else [f"MFU {_percent(utilization, 1)}"]
-    said += [] if bubble is None else [f"bubble {bubble:.1%}"]
+    said += [f"bubble {plan.estimates.bubble:.1%}"] * plan.is_pipeline
     return ", ".join(said) + caveat
 
 
-def memory_line(estimates: HasPeaks, cap_bytes: int, platform: str) -> str:
+def _peaks(plan: PlanValues, cluster: AnyCluster) -> list[str]:
+    """A line for each kind of node, and with several kinds one for the fullest stage as compiled."""
+    compiled = plan.estimates.compiled_peak_bytes
+    if not plan.groups:
+        return [_memory_line(plan.estimates, plan.memory_bytes, cluster.platform)]
+    lines, taken = list[str](), [*zip(plan.estimates.stages, plan.stands_on, strict=True)]
+    for group, cap in zip(cluster.groups, cluster.caps(plan.memory_bytes), strict=True):
+        peak = max((stage.peak_bytes for stage, name in taken if name == group.name), default=0)
+        has_band = compiled is None and is_known(group.platform)
+        lines.append(_predicted_line(peak, cap, has_band, f" on {group.name}"))
+    if compiled is not None:
+        lines.append(f"peak memory of the fullest stage: {format_bytes(compiled)} (compiled)")
+    return lines
+
+
+def _memory_line(estimates: HasPeaks, cap_bytes: int, platform: str) -> str:
     """The compiled peak and its share of the cap; or the predicted one, with its error band if that is known."""
     predicted, compiled = estimates.peak_bytes, estimates.compiled_peak_bytes
     if compiled is None:
-        return predicted_line(predicted, cap_bytes, is_known(platform))
+        return _predicted_line(predicted, cap_bytes, is_known(platform))
     of_cap = _of_cap(compiled, cap_bytes)
     return (
         f"peak memory: {format_bytes(compiled)} (compiled) of {of_cap}, {format_bytes(predicted)} predicted"
     )
 
 
-def predicted_line(peak_bytes: int, cap_bytes: int, has_band: bool, where: str = "") -> str:
+def _predicted_line(peak_bytes: int, cap_bytes: int, has_band: bool, where: str = "") -> str:
     """The predicted peak and its share of the cap; with its error band, and a doubt if the band crosses the cap."""
     said = f"predicted peak memory{where}: {format_bytes(peak_bytes)} of {_of_cap(peak_bytes, cap_bytes)}"
     if not has_band:
@@ -124,58 +146,116 @@ def _of_cap(peak_bytes: int, cap_bytes: int) -> str:
 # --- the parts
 
 
-def _shape(plan: Plan) -> PlanShape:
-    decisions = plan.decisions
-    stage = StageShape(1, decisions.mesh, plan.estimates.shares)
-    return PlanShape((stage,), "", decisions.microbatches, decisions.retention, decisions.arguments)
+def _shape(plan: PlanValues) -> PlanShape:
+    shares = dict(enumerate(plan.estimates.shares))
+    stages = (
+        StageShape(one.replicas, plan.sharding_of(one).mesh, shares.get(one.sharding)) for one in plan.stages
+    )
+    arguments = plan.shardings[0].arguments
+    return PlanShape(tuple(stages), plan.schedule, plan.microbatches, plan.retention, arguments)
 
 
-def _head(plan: Plan, cluster: Cluster, model: MeshModel) -> list[str]:
-    nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
-    mesh = plan.decisions.mesh
+def _head(plan: PlanValues, cluster: AnyCluster) -> list[str]:
+    where = [("step", plan.step), ("cluster", f"{cluster.name}: {cluster}")]
+    return _labelled([*where, *(_pipeline(plan) if plan.is_pipeline else _mesh(plan, cluster))])
+
+
+def _mesh(plan: PlanValues, cluster: AnyCluster) -> list[tuple[str, str]]:
+    """The mesh of one program."""
+    mesh, (group,) = plan.decisions.mesh, cluster.groups
+    model = MeshModel(group, tuple(mesh.values()))
     axes = [f"{name} {_place(model, i)}" for i, (name, size) in enumerate(mesh.items()) if size > 1]
-    rows = [
-        ("step", plan.step),
-        ("cluster", f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"),
-        (
-            "mesh",
-            " x ".join(f"{name}={size}" for name, size in mesh.items())
-            + (f": {', '.join(axes)}" if axes else ""),
-        ),
+    sizes = " x ".join(f"{name}={size}" for name, size in mesh.items())
+    return [("mesh", sizes + (f": {', '.join(axes)}" if axes else ""))]
+
+
+def _pipeline(plan: PlanValues) -> list[tuple[str, str]]:
+    """The executor of a pipeline, its stages, and how it goes through the batch."""
+    stages, workers = plural(len(plan.stages), "stage"), plural(plan.workers, "worker")
+    parts, replicas = plural(plan.microbatches, "microbatch", "es"), plural(plan.num_replicas, "replica")
+    batch = f"{parts}, each split over {replicas} of a stage"
+    return [
+        ("executor", f"{plan.executor}: {EXECUTORS[plan.executor]}"),
+        ("pipeline", f"{stages} on {workers}, schedule {plan.schedule}"),
+        ("batch", f"{parts} on each replica of a stage" if plan.executor == SPMD else batch),
     ]
-    return labelled(rows)
 
 
-def _origin(plan: Plan, cluster: Cluster) -> list[str]:
+def whole_mesh(plan: PlanValues) -> dict[str, int]:
+    """The mesh of a plan's program; of a pipeline whose stages have programs of their own, that of its first ones."""
+    if not plan.is_pipeline:
+        return dict(plan.decisions.mesh)
+    return {"stage": plan.workers, **plan.mesh_of(plan.stages[0])}
+
+
+def stage_meshes(plan: PlanValues) -> list[dict[str, int]]:
+    """The mesh of each stage."""
+    return [*map(plan.mesh_of, plan.stages)] if plan.is_pipeline else [whole_mesh(plan)]
+
+
+def _stages(plan: PlanValues) -> list[str]:
+    """A line for each run of equal stages: their submesh, their times for a microbatch, and their peak."""
+    if not plan.is_pipeline:
+        return []
+    groups = plan.stands_on or ("",) * len(plan.stages)
+    has_cuts = any(stage.first_op for stage in plan.stages)
+    said = [
+        _stage(taken, str(stage.first_op) if has_cuts else "", plan.mesh_of(stage), group)
+        for stage, taken, group in zip(plan.stages, plan.estimates.stages, groups, strict=True)
+    ]
+    title = ("first op" * has_cuts, "mesh", "forward", "backward", "update", "peak", "on" * bool(plan.groups))
+    rows: list[Row] = [("", *title)]
+    for row, same in groupby(enumerate(said), lambda one: one[1]):
+        numbers = [n for n, _ in same]
+        rows.append((str(numbers[0]) + f"-{numbers[-1]}" * (len(numbers) > 1), *row))
+    kept = [n for n in range(len(rows[0])) if any(row[n] for row in rows)]
+    axes = " x ".join(plan.mesh_of(plan.stages[0]))
+    right = [i for i, n in enumerate(kept) if n in (1, 3, 4, 5, 6)]
+    return [
+        f"stages (mesh is {axes}; times are a microbatch's)",
+        *aligned([tuple(row[n] for n in kept) for row in rows], right=right),
+    ]
+
+
+def _stage(taken: StageEstimates, first_op: str, mesh: Mapping[str, int], group: str) -> Row:
+    return (
+        first_op,
+        format_mesh(tuple(mesh.values())),
+        format_seconds(taken.forward_s),
+        format_seconds(taken.backward_s + taken.weight_gradient_s),
+        format_seconds(taken.update_s),
+        format_bytes(taken.peak_bytes),
+        group,
+    )
+
+
+def _origin(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     """The traced step, the options, and the compiler's."""
     given = ", ".join(f"{key} {value}" for key, value in plan.options.items())
-    rows = [("traced", f"fingerprint {plan.fingerprint}, JAX {plan.jax}")]
-    besides = (("given", given), ("compiler", compiler_options(cluster, AS_PLANNED)))
-    return labelled([*rows, *(row for row in besides if row[1])])
+    besides = AS_PLANNED if plan.executor == JIT else dict[str, str]()
+    flags = dict.fromkeys(_compiler_options(group, besides) for group in cluster.groups)
+    rows = [("given", given), *(("compiler", one) for one in flags)]
+    traced = ("traced", f"fingerprint {plan.fingerprint}, JAX {plan.jax}")
+    return _labelled([traced, *(row for row in rows if row[1])])
 
 
-def labelled(rows: Sequence[tuple[str, str]]) -> list[str]:
+def _labelled(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Rows of a label and a text, all texts of a summary in one column."""
     return aligned([(label.ljust(_LABEL_WIDTH), text) for label, text in rows], indent=0)
 
 
-def compiler_options(cluster: Cluster, besides: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The compiler options of a plan's programs, but for the memory cap; none if devices are simulated.
-
-    Args:
-      cluster: the cluster that they run on.
-      besides: options of some programs only.
-    """
+def _compiler_options(cluster: Cluster, besides: Mapping[str, str]) -> str:
+    """The compiler options of a plan's programs, but for the memory cap; none if devices are simulated."""
     asked = scheduler_options(cluster.device.name)
     options = {**asked, **besides} if asked else {}
     return ", ".join(f"{key}={value}" for key, value in options.items())
 
 
-def _edits(plan: Plan) -> list[str]:
+def _edits(plan: PlanValues) -> list[str]:
     """The decisions that were edited by hand. The estimates in the file are those of other decisions."""
-    names = [name or table for table, name in plan.edited]
+    names = [name or table for table, name in edited(plan)]
     shown = ", ".join(names[:_MAX_EDITS]) + ", ..." * (len(names) > _MAX_EDITS)
-    deleted = num_deleted(plan.decisions, plan.marks)
+    deleted = num_deleted(plan)
     said = (
         f"{plural(len(names), 'decision')} edited by hand: {shown}" if names else "decisions deleted by hand"
     )
@@ -228,10 +308,13 @@ def _cut(rows: list[tuple[str, str]]) -> list[str]:
     return [*aligned(rows[:_MAX_OP_LINES]), *more_of(len(rows[_MAX_OP_LINES:]), "kind")]
 
 
-def _collectives(estimates: Estimates) -> list[str]:
+def _collectives(plan: PlanValues) -> list[str]:
+    estimates = plan.estimates
+    if plan.is_pipeline and not estimates.collectives:
+        return []  # each stage has its own
     if not estimates.collectives:
         return ["collectives per step: none"]
-    ordered = sorted(estimates.collectives, key=lambda c: -c.seconds)
+    ordered = sorted(filter(_moves, estimates.collectives), key=lambda c: -c.seconds)
     rows = [
         (c.kind, f"over {', '.join(c.axes)}", f"{c.count}x", format_bytes(c.bytes), format_seconds(c.seconds))
         for c in ordered
@@ -250,8 +333,16 @@ def _collectives(estimates: Estimates) -> list[str]:
     ]
 
 
-def time_parts(estimates: Estimates) -> dict[str, float]:
+def _moves(one: Collective) -> bool:
+    return one.bytes > 0
+
+
+def time_parts(plan: PlanValues) -> dict[str, float]:
     """Seconds of a step by kind; hidden communication counts negatively."""
+    estimates = plan.estimates
+    if plan.is_pipeline:
+        waiting_s = estimates.bubble * estimates.step_s
+        return {"work of a worker": estimates.step_s - waiting_s, "bubble": waiting_s}
     parts = {"computation": estimates.compute_s}
     if estimates.recompute_s:
         parts["incl. recomputation"] = estimates.recompute_s
@@ -264,15 +355,18 @@ def time_parts(estimates: Estimates) -> dict[str, float]:
     return parts
 
 
-def _time(estimates: Estimates) -> list[str]:
-    rows = [
-        (name, format_seconds(s), _percent(s, estimates.step_s)) for name, s in time_parts(estimates).items()
-    ]
+def _time(plan: PlanValues) -> list[str]:
+    step_s, between_s = plan.estimates.step_s, plan.estimates.between_s
+    if plan.is_pipeline:
+        return [f"between loops over layers: {format_seconds(between_s)} a step"] * (between_s > 0)
+    rows = [(name, format_seconds(s), _percent(s, step_s)) for name, s in time_parts(plan).items()]
     return ["time per step", *aligned(rows, right=(1, 2))]
 
 
 def _memory(estimates: Estimates) -> list[str]:
     peak = estimates.peak_bytes
+    if not estimates.residents:
+        return []
     residents = sorted(estimates.residents.items(), key=lambda item: -item[1])
     rows = [(kind.replace("_", " "), format_bytes(b), _percent(b, peak)) for kind, b in residents]
     lines = ["memory at the peak, per device", *aligned(rows, right=(1, 2)), f"  at {estimates.peak_at}"]
@@ -283,7 +377,9 @@ def _memory(estimates: Estimates) -> list[str]:
     )
 
 
-def _gap(plan: Plan) -> str:
+def _gap(plan: PlanValues) -> str:
+    if plan.is_pipeline:
+        return "certified gap: none for pipelines"
     if plan.gap is None:
         return "certified gap: none, as these decisions were edited by hand"
     is_proven = plan.gap < 1e-9  # the solver's own rounding
@@ -291,7 +387,7 @@ def _gap(plan: Plan) -> str:
     return f"certified gap: {within} plan of its search space"
 
 
-def _certificate(plan: Plan) -> list[str]:
+def _certificate(plan: PlanValues) -> list[str]:
     """The plans of which the certificate speaks."""
     if plan.gap is None:
         return []

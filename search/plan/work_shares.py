@@ -6,8 +6,9 @@ holds these shares. `search.plan.measured_shares` measures them, and `search.pla
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+
+from autoshard.search.plan.bounds import Count, Number, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +36,19 @@ class AxisUse:
     """
 
     axis: str
-    size: int
-    examples: float = 0.0
-    positions: float = 0.0
-    features: float = 0.0
-    weights: float = 0.0
-    experts: float = 0.0
-    sums_scattered: float = 0.0
-    parameters: float = 0.0
-    gathered: float = 0.0
-    regathered: float = 0.0
-    tables: float = 0.0
-    optimizer_state: float = 0.0
-    reductions_scattered: float = 0.0
+    size: Size
+    examples: Number = 0.0
+    positions: Number = 0.0
+    features: Number = 0.0
+    weights: Number = 0.0
+    experts: Number = 0.0
+    sums_scattered: Number = 0.0
+    parameters: Number = 0.0
+    gathered: Number = 0.0
+    regathered: Number = 0.0
+    tables: Number = 0.0
+    optimizer_state: Number = 0.0
+    reductions_scattered: Number = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +65,6 @@ class WorkShares:
     """
 
     axes: tuple[AxisUse, ...] = ()
-    model_flops: Mapping[str, float] = field(default_factory=dict[str, float])
-    recomputed: float = 0.0
-    runs: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-ready values."""
-        return {
-            "axes": [asdict(axis) for axis in self.axes],
-            "model_flops": dict(self.model_flops),
-            "recomputed": self.recomputed,
-            "runs": dict(self.runs),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "WorkShares":
-        """Shares from values that `plan_file` has checked."""
-        axes = tuple(AxisUse(**axis) for axis in data["axes"])
-        return cls(axes, data["model_flops"], data["recomputed"], data["runs"])
+    model_flops: Mapping[str, Number] = field(default_factory=dict[str, float])
+    recomputed: Number = 0.0
+    runs: Mapping[str, Count] = field(default_factory=dict[str, int])

@@ -255,7 +255,7 @@ def test_a_plan_is_run_without_a_search(plan, given, tmp_path, monkeypatch):
 def test_an_edited_plan_file_is_run(plan, tmp_path):
     path = tmp_path / "plan.json"
     data = plan.to_json()
-    data["decisions"]["arguments"]["state['velocity']['up']"] = "P('model')"
+    data["shardings"][0]["arguments"]["state['velocity']['up']"] = "P('model')"
     path.write_text(json.dumps(data))
     step = autoshard.parallelize(train_step, plan=path)
     state = step.init(create_state, jax.random.key(0), args=(make_batch(),))

@@ -20,6 +20,7 @@ from autoshard.calibrate import calibrate
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.presets import PRESETS
 from autoshard.search.plan.plan import Plan
+from tests.search.plan.former import FOLDER
 from tests.stages import is_stage, without_stages
 
 pytestmark = pytest.mark.devices
@@ -168,7 +169,7 @@ def saved(tmp_path_factory):
 
 def written(path, data, **changes):
     """A plan's file, with changes in its decisions."""
-    path.write_text(json.dumps(data | {"decisions": data["decisions"] | changes}))
+    path.write_text(json.dumps(data | {"shardings": [data["shardings"][0] | changes]}))
     return path
 
 
@@ -179,14 +180,14 @@ def test_show_with_the_step_prices_an_edited_plan_anew(run, saved, tmp_path):
     assert (status, "no estimates" in out, "step time" in out) == (0, True, False)
     status, out, _ = run("show", edited, f"{train}:target", "--json")
     assert status == 0
-    assert json.loads(out)["estimates"] == data["estimates"] | {"gap": None}
+    assert json.loads(out)["estimates"] == data["estimates"]
     small = written(tmp_path / "small.json", data | {"memory_bytes": 1000})
     assert run("show", small, f"{train}:target")[0] == 3
 
 
 def test_show_refuses_a_spec_that_cannot_be(run, saved, tmp_path):
     train, data = saved
-    args = data["decisions"]["arguments"]
+    args = data["shardings"][0]["arguments"]
     unknown = written(tmp_path / "unknown.json", data, arguments=args | {"w": "P('batch')"})
     status, out, err = run("show", unknown)
     assert (status, out, err.count("\n")) == (4, "", 1)
@@ -204,7 +205,7 @@ def test_show_compares_only_plans_of_one_step_whose_estimates_hold(run, saved, t
     status, out, err = run("show", plan, "--against", other_step)
     assert (status, out, err.count("\n")) == (4, "", 1)
     assert "only plans of one step are compared" in err
-    args = data["decisions"]["arguments"]
+    args = data["shardings"][0]["arguments"]
     edited = written(tmp_path / "edited.json", data, arguments=args | {"x": "P('data')"})
     status, out, err = run("show", plan, "--against", edited)
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -212,6 +213,14 @@ def test_show_compares_only_plans_of_one_step_whose_estimates_hold(run, saved, t
     status, out, _ = run("show", plan, f"{train}:target", "--against", edited)
     assert status == 0
     assert out.startswith("this plan is ")
+
+
+def test_show_compares_a_pipeline_with_one_program(run):
+    status, out, err = run("show", FOLDER / "mpmd.json", "--against", FOLDER / "jit.json")
+    assert (status, err) == (0, "")
+    assert "executor  mpmd" in out
+    data = json.loads(run("show", FOLDER / "spmd.json", "--against", FOLDER / "mpmd.json", "--json")[1])
+    assert data["mesh"] == [{"stage": 2, "replica": 2, "data": 2}] * 2
 
 
 @pytest.mark.parametrize("command", [["clusters"], ["clusters", "64xH100-80GB"]])
@@ -235,7 +244,7 @@ def test_show_lists_the_choices_of_a_decision_and_each_can_be(run, train, tmp_pa
             "P(), P(None, 'data') -> P(None, 'data')",
         ]
     )
-    assert json.loads(path.read_text())["decisions"]["ops"][name] in choices
+    assert json.loads(path.read_text())["shardings"][0]["ops"][name] in choices
     assert json.loads(run("show", path, f"{train}:target", "--choices", name, "--json")[1]) == choices
     status, _, err = run("show", path, "--choices", name)
     assert (status, err.count("\n")) == (2, 1)
@@ -305,8 +314,8 @@ def test_options_reach_the_search(run, train):
     status, out, _ = run("search", f"{train}:target", *options, "--time-limit", "5", "--json")
     plan = json.loads(out)
     assert status == 0
-    assert plan["decisions"]["mesh"] == {"data": 2, "model": 4}
-    assert plan["decisions"]["arguments"]["w"] == "P(None, 'model')"
+    assert plan["shardings"][0]["mesh"] == {"data": 2, "model": 4}
+    assert plan["shardings"][0]["arguments"]["w"] == "P(None, 'model')"
     assert plan["memory_bytes"] == 1 << 30
 
 
@@ -326,14 +335,14 @@ def test_what_is_on_the_host_reaches_the_search(run, train, said, options):
 def test_microbatches_reach_the_search(run, train):
     _, out, _ = run("search", f"{train}:target", "--cluster", "8xCPU", "--microbatches", "4", "--json")
     plan = json.loads(out)
-    assert plan["decisions"]["microbatches"] == plan["options"]["microbatches"] == 4
+    assert plan["microbatches"] == plan["options"]["microbatches"] == 4
 
 
 def test_a_parallelized_step_is_a_step(run, train):
     _, plain, _ = run("search", f"{train}:target", "--cluster", "8xCPU", "--json")
     status, decorated, _ = run("search", f"{train}:decorated", "--cluster", "8xCPU", "--json")
     assert status == 0
-    assert json.loads(decorated)["decisions"] == json.loads(plain)["decisions"]
+    assert json.loads(decorated)["shardings"] == json.loads(plain)["shardings"]
 
 
 def test_a_module_of_a_package(run, train, monkeypatch):
@@ -683,9 +692,9 @@ def test_damaged_plans(run, train, tmp_path):
     text = path.read_text()
     for damaged, message in [
         (text[:500], "is not whole JSON"),
-        (text.replace("autoshard.plan/1", "autoshard.plan/9"), "has schema 'autoshard.plan/9'"),
+        (text.replace("autoshard.plan/2", "autoshard.plan/9"), "has schema 'autoshard.plan/9'"),
         (text.replace('"num_devices": 8', '"num_devices": NaN'), "num_devices"),
-        (text.replace('"mesh"', '"mash"'), "decisions.mesh is missing"),
+        (text.replace('"mesh"', '"mash"'), "shardings[0].mesh is missing"),
     ]:
         path.write_text(damaged)
         status, out, err = run("show", path)
@@ -751,8 +760,8 @@ def test_clusters_writes_a_file_to_start_from(run, tmp_path):
 def test_schema_prints_one_that_editors_read(run):
     status, out, err = run("schema", "plan")
     assert (status, err) == (0, "")
-    plan = json.loads(out)["$defs"]["PlanFile"]
-    assert plan["properties"]["decisions"] == {"$ref": "#/$defs/DecisionsFile"}
+    plan = json.loads(out)
+    assert plan["properties"]["shardings"]["items"] == {"$ref": "#/$defs/Sharding"}
     status, out, err = run("schema", "cluster")
     assert (status, err) == (0, "")
     device = json.loads(out)["$defs"]["Device"]

@@ -354,7 +354,7 @@ def test_repr_says_the_name_and_the_plan(plan):
     given = autoshard.parallelize(train_step, plan=plan)
     assert repr(given) == f"<parallelized train_step: {predicted} predicted>"
     by_hand = plan.to_json()
-    by_hand["decisions"]["arguments"]["x"] = "P(None, 'data')"
+    by_hand["shardings"][0]["arguments"]["x"] = "P(None, 'data')"
     given = autoshard.parallelize(train_step, plan=autoshard.Plan.from_json(by_hand, "my.json"))
     assert repr(given).endswith(", edited by hand>")
 
@@ -519,7 +519,7 @@ def test_a_plan_under_a_cap_that_no_device_has(plan):
 
 
 def test_a_plan_whose_mesh_is_not_the_cluster_s(plan):
-    small = edited(plan, decisions=plan.to_json()["decisions"] | {"mesh": {"data": 2, "model": 2}})
+    small = edited(plan, shardings=[plan.to_json()["shardings"][0] | {"mesh": {"data": 2, "model": 2}}])
     with pytest.raises(
         PlanError,
         match=r"the plan: its mesh 2x2 has 4 devices, its cluster 8xCPU has 8\. Give the axes sizes whose",

@@ -12,7 +12,7 @@ from autoshard.cost_model.cluster import Cluster, Link
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.mixed_cluster import MixedCluster
-from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.plan import Plan
 from tests.executors.agreement import Reference, assert_equal, run_steps
 from tests.zoo import make_mlp
 
@@ -44,18 +44,18 @@ def mlp():
 
 
 @pytest.fixture(scope="module")
-def plan(mlp) -> PipelinePlan:
+def plan(mlp) -> Plan:
     found = autoshard.search(
         mlp.case.step, *mlp.case.abstract_args(), cluster=MIXED, stages=2, microbatches=4
     )
-    assert isinstance(found, PipelinePlan)
+    assert found.executor == "mpmd"
     return found
 
 
 @pytest.mark.parametrize("order", [("slow", "fast"), ("fast", "slow")])
 def test_a_step_trains_as_on_one_device_in_each_order_of_the_groups(mlp, plan, order):
     data = plan.to_json() | {"groups": list(order)}
-    step = autoshard.parallelize(mlp.case.step, plan=PipelinePlan.from_json(data))
+    step = autoshard.parallelize(mlp.case.step, plan=Plan.from_json(data))
     assert_equal(run_steps(step, mlp.case, mlp.case.init(), NUM_STEPS), mlp.results)
     halves = {"slow": set(jax.devices()[:4]), "fast": set(jax.devices()[4:])}
     state = step.init(mlp.case.init, args=(mlp.case.batch(0),))
@@ -67,14 +67,14 @@ def test_a_step_is_searched_and_trained_on_the_cluster_that_is_given(mlp):
     step = autoshard.parallelize(mlp.case.step, cluster=MIXED, stages=2, microbatches=2)
     assert_equal(run_steps(step, mlp.case, mlp.case.init(), NUM_STEPS), mlp.results)
     assert {*step.plan.groups} == {"slow", "fast"}
-    assert sum(stage.num_devices for stage in step.plan.stages) == 8
+    assert step.plan.num_devices == 8
 
 
 def test_a_saved_plan_is_the_same_plan(mlp, plan, tmp_path):
     plan.save(tmp_path / "plan.json")
-    again = PipelinePlan.load(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
     assert again == plan
-    assert [d.group for d in again.decisions] == ["fast", "slow"]
+    assert [one.group for one in again.shardings] == ["fast", "slow"]
     step = autoshard.parallelize(mlp.case.step, plan=again)
     step(mlp.case.init(), mlp.case.batch(0))
     assert step.plan.estimates == plan.estimates
@@ -92,28 +92,27 @@ def test_the_faster_nodes_get_more_of_the_work(plan):
 
 def test_a_plan_that_says_nonsense_of_groups_is_refused(mlp, plan):
     def run(**said):
-        step = autoshard.parallelize(mlp.case.step, plan=PipelinePlan.from_json(plan.to_json() | said))
+        step = autoshard.parallelize(mlp.case.step, plan=Plan.from_json(plan.to_json() | said))
         step(mlp.case.init(), mlp.case.batch(0))
 
     with pytest.raises(
         PlanError, match=r"groups: wanted the groups 'slow', 'fast' in some order, got 'slow'"
     ):
         run(groups=["slow"])
-    other = [{**one, "group": "fats"} for one in plan.to_json()["decisions"]]
-    with pytest.raises(PlanError, match=r"wanted decisions for a group of nodes, .*, got 'fats'"):
-        run(decisions=other)
-    unequal = plan.to_json()["stages"]
-    unequal[0]["mesh"] = {"replica": 1, "data": 2}
-    unequal[1]["mesh"] = {"replica": 1, "data": 6}
+    other = [{**one, "group": "fats"} for one in plan.to_json()["shardings"]]
+    with pytest.raises(PlanError, match=r"wanted shardings for a group of nodes, .*, got 'fats'"):
+        run(shardings=other)
+    unequal = plan.to_json()["shardings"]
+    unequal[0]["mesh"], unequal[1]["mesh"] = {"data": 2}, {"data": 6}
     with pytest.raises(
         PlanError, match=r"stage 1 would stand on devices 2 to 7, which are not all of one kind"
     ):
-        run(stages=unequal)
+        run(shardings=unequal, stages=[{**stage, "replicas": 1} for stage in plan.to_json()["stages"]])
 
 
 @pytest.mark.parametrize("groups", [[], ["slow"], ["slow", "slow"], ["x", "fast"]])
 def test_groups_that_are_not_the_clusters_are_refused(plan, groups):
-    edited = PipelinePlan.from_json(plan.to_json() | {"groups": groups})
+    edited = Plan.from_json(plan.to_json() | {"groups": groups})
     with pytest.raises(PlanError, match=r"stages have 8 devices of the groups \[.*\], its cluster has"):
         _ = edited.stands_on
 

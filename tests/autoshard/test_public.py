@@ -55,9 +55,9 @@ def right(state: State, batch: jax.Array, key: jax.Array) -> None:
     assert_type(Trainer().step(state, mode="test"), State)
     assert_type(autoshard.parallelize(plain, like=bare)(state, batch), float)
     assert_type(bare.init(create, key, args=(batch,)), State)
-    assert_type(bare.plan, autoshard.Plan | autoshard.PipelinePlan | autoshard.SpmdPlan)
+    assert_type(bare.plan, autoshard.Plan)
     plan = autoshard.search(plain, state, batch, cluster="8xCPU")
-    assert_type(plan, autoshard.Plan | autoshard.PipelinePlan | autoshard.SpmdPlan)
+    assert_type(plan, autoshard.Plan)
     assert_type(autoshard.Plan.load("plan.json"), autoshard.Plan)
     assert_type(autoshard.choices(plain, state, batch, plan="plan.json", name="w"), tuple[str, ...])
 

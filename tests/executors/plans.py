@@ -104,12 +104,13 @@ def _result(step_problem: StepProblem, on_mesh: MeshProblem, chosen: Sequence[in
         fingerprint=fingerprint(step_problem.plain.program.step),
         jax=jax.__version__,
         cluster=cluster(on_mesh.shape).to_json(),
-        options={},
         meshes=(on_mesh.shape,),
         memory_bytes=PLENTY_BYTES,
-        decisions=on_mesh.codec.decisions(chosen),
+        executor="jit",
+        microbatches=1,
+        retention={},
+        shardings=(on_mesh.codec.decisions(chosen).sharding,),
         estimates=estimate(on_mesh.memory.costed, chosen, on_mesh.predicted(chosen, PLENTY_BYTES)),
-        gap=None,
     )
     return SearchResult(plan, step_problem, on_mesh, tuple(chosen))
 

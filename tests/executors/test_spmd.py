@@ -14,7 +14,7 @@ from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.search.ir.trace import trace
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.spmd import written
-from autoshard.search.plan.spmd_plan import SpmdPlan
+from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_step import LayerLoop
 from tests.executors.agreement import Reference, assert_equal, run_steps
 from tests.zoo import Case, make_gpt_scan, make_mlp
@@ -94,7 +94,7 @@ def test_it_trains_as_one_device(name, stages, schedule, microbatches, mesh):
         state = jax.tree.map(jnp.copy, single.start)
         assert_equal(run_steps(step, case, state, NUM_STEPS), single.results)
     assert step.plan.executor == "spmd"
-    assert step.plan.mesh["stage"] == (stages if schedule == "gpipe" else stages // 2)
+    assert step.plan.workers == (stages if schedule == "gpipe" else stages // 2)
 
 
 def test_under_a_cap_it_recomputes_and_trains_alike():
@@ -152,7 +152,7 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
         step.plan.save(path)
         again = autoshard.parallelize(case.step, plan=path)
         abstract, _ = again.abstract_state(case.init, args=(case.batch(0), *case.extra()))
-        edited = SpmdPlan.from_json(json.loads(path.read_text()) | {"stages": 3})
+        edited = Plan.from_json(json.loads(path.read_text()) | {"stages": [{"replicas": 2}] * 3})
         with pytest.raises(PlanError, match="on 2 workers, got 3"):
             autoshard.parallelize(case.step, plan=edited)(*case.args())
         with pytest.raises(InputError, match="the plan's mesh 2x2x2 needs 8 devices, and there are 4"):
@@ -162,8 +162,8 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     assert on_stages == {d: ((0, 4) if i < 4 else (4, 8)) for i, d in enumerate(jax.devices())}
     assert abstract["layers"].sharding == layers.sharding
     assert moments["layers"].sharding.spec[0] == layers.sharding.spec[0] == "stage"
-    assert SpmdPlan.load(path).to_json() == step.plan.to_json()
-    assert {step.plan, SpmdPlan.load(path), pickle.loads(pickle.dumps(step.plan))} == {step.plan}
+    assert Plan.load(path).to_json() == step.plan.to_json()
+    assert {step.plan, Plan.load(path), pickle.loads(pickle.dumps(step.plan))} == {step.plan}
     assert step.plan.gap is None
     assert str(step.plan).startswith("2 stages x GPipe, ")
     assert "8 microbatches on each replica of a stage" in str(step.plan)

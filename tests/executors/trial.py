@@ -89,4 +89,4 @@ class Planned:
 
 def _decisions(plan: autoshard.Plan) -> list[str]:
     """The plan's bytes, by line."""
-    return json.dumps(plan.to_json()["decisions"], indent=1).splitlines()
+    return json.dumps(plan.to_json()["shardings"], indent=1).splitlines()

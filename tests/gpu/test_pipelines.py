@@ -120,9 +120,8 @@ def test_devices_of_a_replica_share_layers_and_only_their_terms_go_between_them(
     cluster = parse_cluster("8xH100-80GB")
     options = PipelineOptions(cluster.device_memory_limit(), STAGES, "gpipe", microbatches, (replicas, size))
     found = find(step, cluster, options)
-    assert found.plan.decisions
-    assert found.plan.decisions.arguments["params['up']"] == "P(None, None, 'data')"
-    assert found.plan.decisions.arguments["params['down']"] == "P(None, 'data')"
+    assert found.plan.shardings[0].arguments["params['up']"] == "P(None, None, 'data')"
+    assert found.plan.shardings[0].arguments["params['down']"] == "P(None, 'data')"
     stats = compiled(build(found.program, found.sharding, STAGES * replicas * size))
     layers = DEPTH // STAGES * 2 * 4 * WIDTH * WIDTH * FLOAT_BYTES // size  # a device's
     activation, ticks = TOKENS * WIDTH * FLOAT_BYTES, microbatches + STAGES - 1

@@ -24,9 +24,10 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import RELATIVE_GAP, StepProblem
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, Options
-from autoshard.search.plan.plan import Decisions, Plan
+from autoshard.search.plan.plan import Plan, Sharding
 from autoshard.search.solver import clock
 from autoshard.search.solver.clock import WorkClock
+from tests.decisions import with_decisions
 from tests.executors import plans
 from tests.zoo import MAKERS
 
@@ -101,7 +102,7 @@ def assert_survives(step: Step, found: SearchResult, folder: Path) -> None:
 
 
 def as_bytes(plan: Plan) -> str:
-    return json.dumps(plan.to_json()["decisions"])
+    return json.dumps(plan.to_json()["shardings"])
 
 
 # --- plans as they were found
@@ -309,7 +310,7 @@ def test_what_is_deleted_is_searched_again(kind, name, worse, tmp_path):
     edited = reloaded(stack(), with_edits(plan, **{kind: {name: worse}}), tmp_path)
     assert getattr(edited.plan.decisions, kind)[name] == worse
     del table[name]
-    again = reloaded(stack(), replace(plan, decisions=replace(plan.decisions, **{kind: table})), tmp_path)
+    again = reloaded(stack(), with_decisions(plan, replace(plan.decisions, **{kind: table})), tmp_path)
     assert getattr(again.plan.decisions, kind).items() >= table.items()
     assert cost_s(again) == pytest.approx(cost_s(found_with({})), rel=1e-12)
     assert cost_s(again) < cost_s(edited)
@@ -322,7 +323,7 @@ def cost_s(found: SearchResult) -> float:
 
 def test_a_mesh_alone_is_a_plan(tmp_path):
     plan = found_with({}).plan
-    bare = replace(plan, decisions=Decisions(plan.decisions.mesh, {}, {}, {}))
+    bare = replace(plan, shardings=(Sharding(plan.decisions.mesh, {}, {}, {}),))
     again = reloaded(stack(), bare, tmp_path)
     assert cost_s(again) == pytest.approx(cost_s(found_with({})), rel=RELATIVE_GAP)
 
@@ -383,7 +384,7 @@ def test_pins_of_a_plan_that_are_no_texts():
 
 def with_edits(plan: Plan, **edits: dict[str, str]) -> Plan:
     tables = {kind: dict(getattr(plan.decisions, kind)) | edited for kind, edited in edits.items()}
-    return replace(plan, decisions=replace(plan.decisions, **tables))
+    return with_decisions(plan, replace(plan.decisions, **tables))
 
 
 def chain_of_products():

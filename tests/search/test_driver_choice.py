@@ -18,6 +18,7 @@ from autoshard.search.mesh_problem import NO_CAP, MeshProblem
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.problem.memory_rows import Peak
 from autoshard.search.solver.branch_and_bound import NoFitError
+from tests.decisions import with_decisions
 from tests.search.chain import chain
 
 CLUSTER = parse_cluster("16xH100-80GB")
@@ -239,7 +240,7 @@ def test_a_plan_s_mesh_has_the_axes_of_its_number(names):
     sizes = dict(zip(names, (4, 2, 2), strict=False))
     decisions = replace(plan.decisions, mesh=sizes)
     with pytest.raises(PlanError, match="wanted mesh axes named"):
-        driver.apply(STEP, replace(plan, decisions=decisions), CLUSTER)
+        driver.apply(STEP, with_decisions(plan, decisions), CLUSTER)
 
 
 def test_a_plan_that_does_not_fit_its_cap_is_refused():

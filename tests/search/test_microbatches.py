@@ -136,18 +136,12 @@ def test_a_plan_is_read_as_it_was_written(share, microbatches, tmp_path):
     assert again.plan.fingerprint == found().plan.fingerprint
 
 
-def test_a_plan_from_before_microbatches_has_one(tmp_path):
-    data = found().plan.to_json()
-    del data["decisions"]["microbatches"]
-    assert Plan.from_json(data, "plan.json").decisions.microbatches == 1
-
-
 @pytest.mark.parametrize(
     ("count", "message"), [(3, "plan.json: .* is not a multiple of 3"), (0, "at least 1 microbatch, got 0")]
 )
 def test_an_edited_number_that_cannot_be_is_refused(count, message):
     plan = found(microbatches=4).plan
-    edited = replace(plan, decisions=replace(plan.decisions, microbatches=count))
+    edited = replace(plan, microbatches=count)
     with pytest.raises(PlanError, match=message):
         driver.apply(traced(step), edited, CLUSTER, "plan.json")
 

@@ -31,6 +31,7 @@ from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, WorkClock
 from autoshard.search.step_search import FIRST_SHARE, StepSearch
 from autoshard.search.trials import Trials
+from tests.decisions import with_decisions
 from tests.zoo import make_gpt_linen
 
 CLUSTER = parse_cluster("8xH100-80GB")
@@ -160,7 +161,7 @@ def test_a_plan_is_honoured_when_it_is_loaded(is_scanned, tmp_path):
 def test_without_its_decisions_a_plan_keeps_everything():
     plan = found(False, 0.5).plan
     kept = replace(plan.decisions, retention={}, ops={}, copies={})
-    again = driver.apply(traced(False), replace(plan, decisions=kept, memory_bytes=1 << 40), CLUSTER)
+    again = driver.apply(traced(False), with_decisions(plan, kept, memory_bytes=1 << 40), CLUSTER)
     assert num_recomputed(again) == 0
 
 
@@ -203,7 +204,7 @@ def test_a_retention_that_cannot_be_is_refused(name, text, said):
     name = name or next(iter(plan.decisions.retention))
     wrong = replace(plan.decisions, retention={**plan.decisions.retention, name: text})
     with pytest.raises(PlanError, match=".*".join(map(re.escape, ("retention", name, said)))):
-        driver.apply(traced(False), replace(plan, decisions=wrong), CLUSTER)
+        driver.apply(traced(False), with_decisions(plan, wrong), CLUSTER)
 
 
 def test_what_else_is_asked_for_is_refused():

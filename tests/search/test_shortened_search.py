@@ -31,6 +31,7 @@ from autoshard.search.problem.likes import blocks, places
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
 from tests import zoo
+from tests.decisions import with_decisions
 
 NUM_LAYERS = 16
 WIDTH = 1024
@@ -299,7 +300,7 @@ def test_an_edit_of_one_layer_holds_for_that_layer():
     was = plan.decisions.arguments[name]
     other = "P(None, 'data')" if was != "P(None, 'data')" else "P('data')"
     text = plan.to_json()
-    text["decisions"]["arguments"][name] = other
+    text["shardings"][0]["arguments"][name] = other
     edited = driver.apply(stack(), Plan.from_json(text, "plan.json"), H100S).plan
     assert edited.decisions.arguments[name] == other
     assert (
@@ -313,7 +314,7 @@ def test_what_one_layer_recomputes_alone_is_kept_elsewhere():
     name, text = next((n, t) for n, t in plan.decisions.retention.items() if " of " in t)
     one = f"remat 1 of {text.split()[-1]}"
     decisions = replace(plan.decisions, ops={}, copies={}, retention={name: one})
-    roomy = replace(plan, decisions=decisions, memory_bytes=PLENTY_BYTES)
+    roomy = with_decisions(plan, decisions, memory_bytes=PLENTY_BYTES)
     assert driver.apply(stack(), roomy, H100S).plan.decisions.retention == {name: one}
 
 

@@ -51,7 +51,7 @@ def test_a_decision_may_name_an_axis_of_size_one():
     )
     plan = planned("mlp", "8xH100-80GB", (8, 1))
     data = plan.to_json()
-    data["decisions"] |= {"arguments": {name: "P('model', 'data')"}, "ops": {}, "copies": {}}
+    data["shardings"][0] |= {"arguments": {name: "P('model', 'data')"}, "ops": {}, "copies": {}}
     again = driver.apply(step, Plan.from_json(data), Cluster.from_json(plan.cluster)).plan
     assert again.decisions.arguments[name] == "P(None, 'data')"
 

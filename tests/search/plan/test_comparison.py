@@ -1,10 +1,13 @@
 """Two plans side by side: differences that add up, specs of both, nothing where nothing differs."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from autoshard.search.plan.plan import Collective
+from autoshard.search.plan.plan import Collective, Plan
+from tests.decisions import with_decisions
+from tests.search.plan.former import FOLDER
 from tests.search.plan.test_summary import COLLECTIVES, SPLIT, make_plan, tree
 
 PLAN = make_plan(tree("params", 4))
@@ -73,7 +76,7 @@ def test_collectives_by_kind_axes_and_their_sizes():
     comparison = PLAN.compare(OTHER)
     assert amounts(comparison.collectives)["all-gather over data=2"] == (0.0, 5e-3)
     assert amounts(comparison.num_bytes)["all-gather over data=2"] == (0, 1 << 30)
-    on_8x2 = replace(PLAN, decisions=replace(PLAN.decisions, mesh={"data": 8, "model": 2}))
+    on_8x2 = with_decisions(PLAN, replace(PLAN.decisions, mesh={"data": 8, "model": 2}))
     assert amounts(PLAN.compare(on_8x2).collectives)["all-reduce over data=8"] == (0.0, 1e-3)
 
 
@@ -127,3 +130,28 @@ def test_other_steps_and_clusters_are_named():
 def test_it_fits_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, str(PLAN.compare(OTHER)).splitlines())) <= 80
+
+
+def test_pipelines_are_compared_with_one_another_and_with_one_program():
+    one, stages, looped = (Plan.load(FOLDER / f"{name}.json") for name in ("jit", "mpmd", "spmd"))
+    for plan, against in ((stages, one), (stages, looped), (one, looped)):
+        comparison = plan.compare(against)
+        whole, *parts = comparison.time
+        assert (whole.this, whole.other) == (plan.estimates.step_s, against.estimates.step_s)
+        assert sum(part.this for part in parts) == pytest.approx(whole.this)
+        assert sum(part.other for part in parts) == pytest.approx(whole.other)
+        assert [amount.name for amount in comparison.memory] == ["peak"]
+        assert str(comparison).startswith("this plan is ")
+    text = str(stages.compare(looped))
+    assert re.search(r"executor +mpmd +spmd", text)
+    assert re.search(r"schedule +1f1b +gpipe", text)
+    assert "2 stages of 2x2 (replica x data)" in text
+
+
+def test_collectives_of_stages_are_the_mean_of_all_devices():
+    plan = Plan.load(FOLDER / "mpmd.json")
+    sizes = {"replica": 2, "data": 2}
+    wanted = sum(c.bytes for stage in plan.estimates.stages for c in stage.collectives) / 2
+    found = amounts(plan.compare(plan).num_bytes)
+    assert sum(this for this, _ in found.values()) == pytest.approx(wanted)
+    assert all(f"{axis}={sizes[axis]}" in name for name in found for axis in ["replica"] if axis in name)

@@ -32,7 +32,7 @@ def plan() -> Plan:
 
 def edit(plan: Plan, table: str, name: str, said: object) -> Plan:
     data = copy.deepcopy(plan.to_json())
-    data["decisions"][table][name] = said
+    data["shardings"][0][table][name] = said
     return Plan.from_json(data)
 
 
@@ -57,7 +57,7 @@ def test_what_was_edited_is_named(plan, table, said):
 
 def test_what_was_deleted_is_seen(plan):
     data = copy.deepcopy(plan.to_json())
-    data["decisions"]["arguments"].popitem()
+    data["shardings"][0]["arguments"].popitem()
     changed = Plan.from_json(data)
     assert changed.edited == ()
     assert changed.is_edited
@@ -90,11 +90,11 @@ def changed(data, path, value):
     [
         ("estimates.step_s", 1e-9),
         ("estimates.peak_bytes", 1),
-        ("estimates.gap", 0.0),
-        ("estimates.marks", None),
+        ("gap", 0.0),
+        ("marks", None),
         ("cluster.name", "mine"),
         ("memory_bytes", 1 << 20),
-        ("decisions.microbatches", 2),
+        ("microbatches", 2),
         ("fingerprint", "0" * 16),
         ("seal", None),
     ],
@@ -107,7 +107,7 @@ def test_an_edit_of_anything_in_a_file_is_seen(plan, path, value):
 
 
 def test_a_gap_that_was_written_by_hand_is_not_believed(plan):
-    loaded = Plan.from_json(changed(plan.to_json(), "estimates.gap", 0.5))
+    loaded = Plan.from_json(changed(plan.to_json(), "gap", 0.5))
     step = autoshard.parallelize(train_step, plan=loaded)
     step.lower(PARAMS, BATCH)
     assert step.plan.gap is None

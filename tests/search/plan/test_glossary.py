@@ -17,9 +17,6 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 SUMMARIES = (
     "argument_lines",
     "headline",
-    "pipeline_head",
-    "pipeline_summary",
-    "spmd_summary",
     "summary",
     "text_table",
 )

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.trace import trace
-from autoshard.search.plan.plan import Decisions, Estimates, Plan
+from autoshard.search.plan.plan import Estimates, Plan, Sharding
 from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.problem.fingerprint import fingerprint
 
@@ -57,11 +57,18 @@ def shapes(dtype="float32", batch=64, **more):
 
 
 def plan_for(traced):
-    estimates = Estimates(1.0, 1.0, 0.0, 0.0, 0.0, 1, 0, {}, "", ())
-    decisions = Decisions({"data": 8}, {}, {}, {})
-    outline = outlined(traced)
     return Plan(
-        traced.name, fingerprint(traced), "0.12", {}, {}, (), 1, decisions, estimates, None, outline=outline
+        step=traced.name,
+        fingerprint=fingerprint(traced),
+        jax="0.12",
+        cluster={},
+        memory_bytes=1,
+        executor="jit",
+        microbatches=1,
+        retention={},
+        shardings=(Sharding({"data": 8}, {}, {}, {}),),
+        estimates=Estimates(step_s=1.0, peak_bytes=1),
+        outline=outlined(traced),
     )
 
 

@@ -7,12 +7,10 @@ from dataclasses import fields, replace
 import pytest
 
 from autoshard.search.plan.outline import Outline
-from autoshard.search.plan.pipeline_plan import PipelineEstimates, PipelinePlan, Stage, StageEstimates
-from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan
-from autoshard.search.plan.spmd_plan import SpmdEstimates, SpmdPlan
+from autoshard.search.plan.plan import Collective, Estimates, Plan, Sharding, Stage, StageEstimates
 
 COLLECTIVES = (Collective("all-reduce", ("data",), 2, 1 << 20, 1e-3),)
-DECISIONS = Decisions(
+SHARDING = Sharding(
     {"data": 2, "model": 4},
     {"w": "P('data')", "x": "P()"},
     {"forward dot": "P() -> P()"},
@@ -27,67 +25,89 @@ OF_STEP = {
 }
 BESIDES = {"search_s": {"solve": 1.5}, "outline": OUTLINE}
 
+STAGE = StageEstimates(
+    forward_s=0.1,
+    backward_s=0.2,
+    update_s=0.1,
+    residual_bytes=9,
+    state_bytes=9,
+    peak_bytes=9,
+    collectives=COLLECTIVES,
+)
+OF_PIPELINE = {
+    "memory_bytes": 1 << 30,
+    "workers": 2,
+    "microbatches": 4,
+    "shardings": (SHARDING,),
+    "estimates": Estimates(step_s=1.0, peak_bytes=1 << 20, bubble=0.25, stages=(STAGE,) * 2),
+}
+
 PLANS = {
-    "one program": Plan(
+    "jit": Plan(
         **OF_STEP,
         options={"pin": {"w": "P('data')"}},
         meshes=((8,), (2, 4)),
         memory_bytes=1 << 30,
-        decisions=DECISIONS,
-        estimates=Estimates(1.0, 0.5, 0.0, 0.0, 0.25, 1 << 20, 0, {"state": 1 << 20}, "dot", COLLECTIVES),
+        executor="jit",
+        microbatches=1,
+        retention={},
+        shardings=(SHARDING,),
+        estimates=Estimates(
+            step_s=1.0,
+            peak_bytes=1 << 20,
+            compute_s=0.5,
+            residents={"state": 1 << 20},
+            collectives=COLLECTIVES,
+        ),
         gap=0.0,
         marks="abcd",
         **BESIDES,
     ),
-    "a program per stage": PipelinePlan(
+    "mpmd": Plan(
         **OF_STEP,
-        memory_bytes=1 << 30,
+        **OF_PIPELINE,
+        executor="mpmd",
         schedule="1f1b",
-        workers=2,
-        microbatches=4,
-        stages=(Stage(0, {"replica": 1, "data": 4}), Stage(7, {"replica": 1, "data": 4})),
+        stages=(Stage(0, 2), Stage(7, 2)),
         retention={"forward tanh": "remat"},
-        decisions=(DECISIONS,),
-        estimates=PipelineEstimates(1.0, 0.25, 1 << 20, (StageEstimates(*[0.1] * 6, *[9] * 4, COLLECTIVES),) * 2),
         groups=("fast", "slow"),
         **BESIDES,
     ),
-    "one program for all stages": SpmdPlan(
+    "spmd": Plan(
         **OF_STEP,
-        memory_bytes=1 << 30,
+        **OF_PIPELINE,
+        executor="spmd",
         schedule="gpipe",
-        microbatches=4,
-        stages=2,
-        mesh={"stage": 2, "replica": 1},
+        stages=(Stage(replicas=2),) * 2,
         retention={},
-        estimates=SpmdEstimates(1.0, 0.25, 1 << 20, *[0.1] * 4, 9, 9, COLLECTIVES),
-        decisions=DECISIONS,
         **BESIDES,
     ),
-}  # fmt: skip
+}
 
 OTHERS = {
     "step": "another_step",
     "fingerprint": "fedcba9876543210",
     "jax": "0.11",
     "cluster": {"name": "8xCPU", "nodes": [2]},
-    "options": {},
-    "meshes": ((8,),),
+    "options": {"remat": "never"},
+    "meshes": ((2, 2, 2),),
     "memory_bytes": 1 << 29,
-    "gap": None,
-    "marks": "",
+    "executor": "another",
+    "gap": 0.5,
+    "marks": "efgh",
     "schedule": "zb-h1",
-    "workers": 1,
+    "workers": 3,
     "microbatches": 8,
-    "stages": 4,
-    "mesh": {"stage": 1, "replica": 2},
+    "stages": (Stage(0, 4),),
     "retention": {"forward exp": "remat"},
+    "shardings": (replace(SHARDING, arguments={**SHARDING.arguments, "x": "P('data')"}),),
+    "estimates": Estimates(step_s=2.0, peak_bytes=1),
     "groups": ("slow", "fast"),
     "search_s": {"solve": 3.0},
     "outline": None,
     "is_sealed": False,
 }
-"""Another value of each field; that of decisions, stages and estimates depends on the kind of plan."""
+"""Another value of each field."""
 
 SAID_ONLY = {
     "step",
@@ -104,25 +124,12 @@ SAID_ONLY = {
 """Fields that say how a plan came to be, or what is predicted of it: two equal plans may differ in them."""
 
 
-def other(plan, field):
-    """A plan with another value of one field."""
-    value = getattr(plan, field)
-    if field == "estimates":
-        return replace(plan, estimates=replace(value, step_s=2.0))
-    if field == "decisions":
-        changed = replace(DECISIONS, arguments={**DECISIONS.arguments, "x": "P('data')"})
-        return replace(plan, decisions=(changed,) if isinstance(value, tuple) else changed)
-    if field == "stages" and isinstance(value, tuple):
-        return replace(plan, stages=(value[0], replace(value[1], first_op=8)))
-    return replace(plan, **{field: OTHERS[field]})
-
-
 @pytest.mark.parametrize(
     ("plan", "field"),
     [pytest.param(p, f.name, id=f"{kind}, {f.name}") for kind, p in PLANS.items() for f in fields(p)],
 )
 def test_plans_are_equal_if_they_decide_the_same_for_the_same_step(plan, field):
-    changed = other(plan, field)
+    changed = replace(plan, **{field: OTHERS[field]})
     assert getattr(changed, field) != getattr(plan, field)
     is_equal = field in SAID_ONLY
     assert (changed == plan, changed != plan) == (is_equal, not is_equal)
@@ -139,7 +146,7 @@ def test_a_copy_is_equal_and_whole(plan, again):
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_plan_is_not_equal_to_what_is_no_plan(plan):
-    assert plan not in (plan.to_json(), None, DECISIONS)
+    assert plan not in (plan.to_json(), None, SHARDING)
     assert sum(plan == one for one in PLANS.values()) == 1
 
 
@@ -150,5 +157,5 @@ def test_the_order_of_decisions_in_a_file_does_not_count(plan):
             return {key: turned(value[key]) for key in reversed(value)}
         return [turned(v) for v in value] if isinstance(value, list) else value
 
-    again = type(plan).from_json(turned(plan.to_json()))
+    again = Plan.from_json(turned(plan.to_json()))
     assert (again, hash(again)) == (plan, hash(plan))

@@ -9,7 +9,7 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.search.plan.peak_band import compiled
-from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan
+from autoshard.search.plan.plan import Collective, Estimates, Plan, Sharding
 from autoshard.search.plan.summary import summary
 from autoshard.search.plan.work_shares import WorkShares
 
@@ -46,7 +46,10 @@ def make_plan(
         options={},
         meshes=((16,), (2, 8)),
         memory_bytes=20 << 30,
-        decisions=Decisions(dict(mesh), dict(arguments), dict(ops), {}),
+        executor="jit",
+        microbatches=1,
+        retention={},
+        shardings=(Sharding(dict(mesh), dict(arguments), dict(ops), {}),),
         estimates=estimates,
         gap=0.005,
     )
@@ -204,7 +207,7 @@ def test_products_and_lookups_are_shown_by_layer_with_their_runs():
     }
     plan = make_plan(gpt(), ops=ops)
     shares = WorkShares(runs={"forward attn/dot_general": 12})
-    text = summary(replace(plan, estimates=replace(plan.estimates, shares=shares)))
+    text = summary(replace(plan, estimates=replace(plan.estimates, shares=(shares,))))
     assert section(text, "matrix products", 4) == [
         "matrix products and lookups, forward phase (1 kind in other phases)",
         "  attn/dot_general     12x  A",
@@ -268,8 +271,8 @@ def test_what_is_recomputed_is_shown_by_its_heavy_ops():
         "forward block_*/attn/exp": "remat 0-11 of 24",
         "forward block_*/attn/sub": "remat",
     }
-    decisions = replace(plan.decisions, retention=retention)
-    text = summary(replace(plan, decisions=decisions, estimates=replace(plan.estimates, recompute_s=1e-3)))
+    estimates = replace(plan.estimates, recompute_s=1e-3)
+    text = summary(replace(plan, retention=retention, estimates=estimates))
     assert "recomputed in the backward phase (2 kinds of cheap ops not listed)" in text
     assert re.search(r"\n  block_\*/attn/dot_general  remat 0-11 of 24\n", text)
     assert "exp" not in text
@@ -347,7 +350,7 @@ def test_an_axis_of_one_device_lies_nowhere():
 def test_of_many_kinds_the_first_are_shown_and_the_rest_counted():
     names = [f"forward {n}/dot_general" for n in "abcdefghij"]
     plan = make_plan(gpt(), ops=dict(zip(names, "0123456789", strict=True)))
-    text = summary(replace(plan, decisions=replace(plan.decisions, retention=dict.fromkeys(names, "remat"))))
+    text = summary(replace(plan, retention=dict.fromkeys(names, "remat")))
     assert section(text, "matrix products", 10) == [
         "matrix products and lookups, forward phase",
         *(f"  {name}/dot_general    {n}" for n, name in enumerate("abcdefgh")),
