@@ -347,13 +347,15 @@ def test_the_search_time_is_all_that_was_waited_for(stages):
         return jax.tree.map(jnp.subtract, params, gradients)
 
     weight, x = jnp.ones((8, 8)), jnp.ones((16, 8))
+    autoshard.search(
+        step, {"a": weight, "b": weight}, x, cluster="2xH100-80GB"
+    )  # loads what any first call loads
     start_s = time.perf_counter()
     plan = autoshard.search(step, {"a": weight, "b": weight}, x, cluster="2xH100-80GB", stages=stages)
     waited_s = time.perf_counter() - start_s
     parts = {"jit", "pipelines"} if stages == "auto" else {"spmd"}
     assert not parts.isdisjoint(plan.search_s)
-    call_s = 0.05  # to read options and the cluster, on a busy machine
-    assert 0.8 * (waited_s - call_s) < sum(plan.search_s.values()) <= waited_s
+    assert 0.8 * waited_s < sum(plan.search_s.values()) <= waited_s
     assert f"search time: {format_seconds(sum(plan.search_s.values()))} (trace " in str(plan)
 
 
