@@ -82,7 +82,8 @@ def test_a_checkpoint_around_each_layer_computes_its_products_once_more():
 )
 def test_a_scanned_model_has_the_loss_of_the_unrolled_one(make, sizes, make_unrolled):
     (_, found), (_, wanted) = (
-        jax.jit(case.step)(*case.args()) for case in (make(**sizes), make_unrolled(**sizes))
+        jax.jit(case.step)(case.init(), case.batch(0), *case.extra())
+        for case in (make(**sizes), make_unrolled(**sizes))
     )
     np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-5)
 
