@@ -94,14 +94,6 @@ class SearchResult:
         return replace(self, plan=replace(self.plan, search_s={**self.plan.search_s, part: seconds}))
 
     @property
-    def saveable_s(self) -> float:
-        """What a plan of another kind may save of a step at most: all but the computation, were each op's spread evenly over
-        all devices, and nothing computed twice."""
-        whole_s = sum(float(seconds.max()) for seconds, _ in self.on_mesh.memory.costed.node_seconds)
-        estimates = self.plan.estimates
-        return estimates.step_s - (whole_s / self.plan.num_devices - estimates.recompute_s)
-
-    @property
     def step(self) -> Step:
         """What runs: the traced step, with what the plan recomputes."""
         return self.whole.problem.step
