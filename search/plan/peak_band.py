@@ -8,8 +8,6 @@ keeps it as long as nothing in the file is edited. Without a compiled peak, the 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import jax
-
 PEAK_BAND = (0.79, 1.36)
 """The least and the largest compiled peak of a plan for a model that no rule was made for, as shares of its predicted peak.
 A plan far below its cap may be compiled to more than that, up to the cap: XLA's scheduler spends the room that is left.
@@ -78,5 +76,5 @@ def compiled_as[Planned: Any](plan: Planned, file: Any) -> Planned:
       plan: the plan with new estimates.
       file: the plan as it was read.
     """
-    is_of_it = not file.is_edited and file.jax == jax.__version__
+    is_of_it = not file.is_edited and file.jax == plan.jax
     return compiled(plan, file.estimates.compiled_peak_bytes if is_of_it else None)
