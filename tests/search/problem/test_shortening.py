@@ -26,7 +26,7 @@ DEEP = {
     "gpt_nnx_optimizer": {"num_layers": NUM_LAYERS},
     "llama": {"num_layers": NUM_LAYERS},
     "mixer": {"num_layers": NUM_LAYERS},
-    "moe": {"num_layers": NUM_LAYERS},
+    "moe": {"num_layers": 16},  # every other layer has experts
     "resnet": {"blocks_per_stage": (NUM_LAYERS, 2)},
     "t5": {"num_layers": NUM_LAYERS},
     "vit": {"num_layers": NUM_LAYERS},
