@@ -45,7 +45,7 @@ from autoshard.search.pipeline.step_work import StepWork
 from autoshard.search.problem.costs import COMBINED_BYTES
 
 DISPATCH_S = 2e-4
-"""What it takes a host to hand out a task. Source: `benchmarks/pipeline_dispatch.py`, on a core of a server."""
+"""Seconds in which a host hands out a task. Source: `benchmarks/pipeline_dispatch.py`, on a core of a server."""
 
 NARROW_BYTES = 2
 """Bytes of an element of a gradient, at least: it may be in a narrower type than its parameter."""

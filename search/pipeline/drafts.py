@@ -268,23 +268,23 @@ class Draft:
 
     @property
     def least_s(self) -> float:
-        """What a step takes in any schedule: all microbatches on the slowest stage, and its update."""
+        """Least seconds of a step in any schedule: all microbatches on the slowest stage, and its update."""
         count = self.drafting.num_microbatches
         return max(count * stage.time_s + stage.update_s for stage in self.cut.stages)
 
     @property
     def fullness(self) -> float:
-        """What its fullest device holds, as a share of its cap."""
+        """Largest share of its cap that a device holds."""
         return max(stage.memory_bytes / stage.cap_bytes for stage in self.cut.stages)
 
     @cached_property
     def promised_rank(self) -> tuple[float, float]:
-        """Of its best schedule that seems to fit, if there is one, about; as of proposals."""
+        """Estimated rank, as of proposals, of its best schedule that seems to fit; of the best one if none does."""
         return min(one.rank for one in self._fitting(self._as_drafted) or self._as_drafted)
 
     @property
     def promised_s(self) -> float:
-        """What a step takes about."""
+        """Estimated seconds of a step."""
         return self.promised_rank[0]
 
     def proposal(self) -> Proposal | NoCut:

@@ -1,4 +1,4 @@
-"""What searches for pipelines of one step share: the step in parts, made ready, bounds, and the time that they have."""
+"""Values that all searches for pipelines of one step share: the step in parts, its bounds, and the time limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -32,7 +32,7 @@ PARTS_S = 1e-4
 problem. Source: a transformer of 6 unrolled layers, against `OP_S`."""
 
 LEDGER_S = 5e-5
-"""Nominal seconds, for an op, in which layers are priced by a solution. Source: as of `PARTS_S`."""
+"""Nominal seconds, for an op, in which layers are priced by a solution. Source: measured with `PARTS_S`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,7 +377,7 @@ class Stages:
 
     @cached_property
     def priced(self) -> tuple[StageProposal, ...]:
-        """What each takes."""
+        """Times and bytes of each stage."""
         links = _links(self.cluster, self.num_replicas, self.placed)
         return tuple(
             _priced(
@@ -437,7 +437,7 @@ def _priced(
 
 
 def _copied_s(parts: Parts, placed: Placed, num_replicas: int, copies: int) -> float:
-    """Once a step: what it takes longer to add up gradients over the replicas of all copies of a stage than over its own."""
+    """Seconds per step that the sum of gradients takes longer over all copies of a stage than over the replicas of one."""
     if copies == 1:
         return 0.0
     ledger, inside = parts.ledger(placed.shape), slice(placed.first_layer, placed.end_layer)

@@ -202,8 +202,8 @@ class PipelineSearch:
         return min((least_s for least_s, *_ in self._families(count)), default=inf)
 
     def _promise_s(self, count: int) -> tuple[float, float]:
-        """What a step in so many parts takes about: the bound, first of the smallest replicas, of which it leaves out least,
-        as their devices have least to tell one another."""
+        """Rank of a number of parts: its bound for the smallest replicas, then for all. The bound leaves out communication
+        inside a replica, and the smallest replicas have least of it."""
         families = [*self._families(count)]
         smallest = min(prod(shape) for _, _, shape, _ in families)
         of_smallest = min(least_s for least_s, _, shape, _ in families if prod(shape) == smallest)
@@ -272,7 +272,7 @@ class PipelineSearch:
             self.refused.append(e)
 
     def _sharing(self, name: str, size: int) -> Wanted | None:
-        """What is wanted of stages that share workers of some size; None where there is no such number of stages."""
+        """The options of a pipeline whose stages share workers of some size; None if no number of stages does."""
         wanted, total = self.options.wanted, self.cluster.num_devices
         per_worker = FAMILIES[name].stages_per_worker or VIRTUAL_STAGES
         stages = wanted.stages or total // size * per_worker
@@ -348,7 +348,7 @@ class PipelineSearch:
         return True
 
     def _saving_s(self, drafting: Drafting, fitting: Draft | None) -> float:
-        """What a pipeline takes at least that is lean or recomputes more; infinite if that is not worth a look.
+        """Least seconds of a pipeline that is lean or recomputes more; infinite if that is not worth a look.
 
         It is where none fits, or what recomputes nothing would be faster without a cap. That is what it takes at least,
         unless loops are faster that stack up less.
@@ -367,7 +367,7 @@ class PipelineSearch:
         return (1 - GAP) * free.promised_s if is_cramped else inf
 
     def _bound_s(self, parts: Parts, num_replicas: int, shapes: Shapes) -> float:
-        """What pipelines on so many replicas take at least."""
+        """Least seconds of pipelines on so many replicas."""
         microbatches_per_s = 0.0
         for group in self.cluster.groups:
             sizes = {s: num_replicas * prod(s) for s in shapes}
@@ -542,7 +542,7 @@ class PipelineSearch:
 
 
 def _sums(terms: Sequence[int], count: int, most: int) -> frozenset[int]:
-    """What so many terms may add up to."""
+    """The sums of so many terms, up to a limit."""
     found = frozenset({0})
     for _ in range(count):
         found = frozenset(total + term for total in found for term in terms if total + term <= most)

@@ -129,11 +129,11 @@ class SpmdProposal:
 
     @property
     def bubble(self) -> float:
-        """Of the time of a step, the share in which a stage computes what nobody reads."""
+        """Share of the step in which a stage computes results that nobody reads."""
         return self.ticks_s * (self.dealt.workers - 1) / self.costs.num_ticks / self.step_s
 
     def memory(self, limit_bytes: float) -> SpmdMemory:
-        """What a device holds, where the compiler may use so much."""
+        """Memory of a device, if the compiler may use so many bytes."""
         return SpmdMemory(self.costs, limit_bytes)
 
 

@@ -96,7 +96,7 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class StepWork:
-    """What devices have to do in a step.
+    """The work of the devices in a step.
 
     Attributes:
       device: the device.

@@ -1,11 +1,12 @@
 """Plan files of earlier versions, in today's form.
 
 There were three forms: one program (`autoshard.plan/1`), a program per stage (`autoshard.pipeline/2`) and one program for
-all stages (`autoshard.one-program/2`). What a file says is only moved here; Pydantic checks it afterwards, so that what is
-missing or wrong is named as in a file of today.
+all stages (`autoshard.one-program/2`). Values are only moved here. Pydantic checks them afterwards, so that a missing or
+wrong value is named as in a file of today.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,7 @@ def in_new_form(file: Mapping[str, Any], place: str) -> JSON:
     """A file of an earlier version as it would be written today, but for its seal.
 
     Raises:
-      PlanError: what the file says lies elsewhere than it should.
+      PlanError: a value is missing, or stands elsewhere than in files of that form.
     """
     try:
         return {**_some(file, _OF_ALL), **READERS[file["schema"]](file)}
@@ -84,10 +85,7 @@ def _groups(file: Mapping[str, Any]) -> Sequence[str]:
     found, first = list[str](), 0
     for stage in file["stages"]:
         found.append(group_of[first] if group_of else "")
-        count = 1
-        for size in stage["mesh"].values():
-            count *= size
-        first += count
+        first += prod(stage["mesh"].values())
     return found
 
 
@@ -119,7 +117,7 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], JSON]] = MappingProxyType(
         "autoshard.one-program/2": _of_one_program_for_all,
     }
 )
-"""By the schema of an earlier version: where today's form has what its files say."""
+"""By the schema of an earlier version, a function that moves the values of its files."""
 
 
 def _some(values: Mapping[str, Any], keys: Sequence[str]) -> JSON:
