@@ -347,8 +347,8 @@ class StepSearch:
     def _in_microbatches(self) -> Least | None:
         """Looks for better plans in microbatches; where none fits, the step that holds least of all those considered.
 
-        Without a plan, from as few as may do. With one, in few, which tell whether more may be worth it; then in as many as
-        need recompute nothing.
+        Without a plan, the fewest that do are found by bisection. With one, few are tried, which tell whether more may be worth
+        it; then as many as need recompute nothing.
         """
         deadline = Deadline.after(self.options.limit_s, self.clock)
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
@@ -359,29 +359,36 @@ class StepSearch:
             if hopeless := self._hopeless_in(useful):
                 return hopeless
             first = min(needed.fewest, max(counts))
-            enough = min(needed.enough, useful)
-            least = self._in_more_and_more([n for n in counts if n >= first], enough, deadline)
-            return None if self.best else least
+            return self._in_fewest([n for n in counts if n >= first], deadline)
         few = [n for n in counts if n < min(needed.enough, useful)]
         for some in (few, counts[len(few) :]):
-            self._in_more_and_more(some, needed.enough, deadline)
+            self._in_more_and_more(some, deadline)
         return None
 
-    def _in_more_and_more(self, counts: Sequence[int], enough: float, deadline: Deadline) -> Least | None:
-        """The same in one number of them after another, for as long as that helps; where there is no plan when time is over,
-        in as many as there may be after all."""
+    def _in_fewest(self, counts: Sequence[int], deadline: Deadline) -> Least | None:
+        """Bisects for the fewest microbatches that have a plan, and so the fastest; the step that holds least if there is
+        none. When time is over without a plan, the most are tried after all."""
         least, left = None, list(counts)
-        while left and self._is_wanting and not self._is_vain_in(left[0]):
-            if deadline.is_over and self.best is not None:
+        while left and not (deadline.is_over and self.best):
+            count = left[-1] if deadline.is_over else left[len(left) // 2]
+            before, least = self.best, self._split_in(count, self._share_s(deadline))
+            if least is None:
                 break
-            left = left[-1:] if deadline.is_over else left
-            before, share_s = self.best, max(SPLIT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
-            least = self._split_in(left[0], share_s)
-            if least is None or (before is not None and self.best is before):
+            left = [n for n in left if n > count] if self.best is before else [n for n in left if n < count]
+        return None if self.best else least
+
+    def _in_more_and_more(self, counts: Sequence[int], deadline: Deadline) -> None:
+        """Tries one number of microbatches after another, as long as plans get better."""
+        for count in counts:
+            if deadline.is_over or not self._is_wanting or self._is_vain_in(count):
                 break
-            is_late = self.best is None and deadline.left_s < self.options.limit_s / 2
-            left = [n for n in left if n >= max(2 * left[0], min(enough, left[-1]) if is_late else 0)]
-        return least
+            before = self.best
+            if self._split_in(count, self._share_s(deadline)) is None or self.best is before:
+                break
+
+    def _share_s(self, deadline: Deadline) -> float:
+        """Seconds for one number of microbatches."""
+        return max(SPLIT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
 
     def _is_vain_in(self, count: int) -> bool:
         """Whether a step in so many microbatches would be as slow as the best plan, by those that were tried."""

@@ -20,7 +20,8 @@ identity comes after some of the others' operands (`FlatOp.after`). A `while` lo
 taken as one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -247,6 +248,32 @@ def _repeats_at(op: FlatOp, step: Step, repeats: Mapping[Site, int]) -> int:
     return prod(repeats.get(op.site[:end], 1) for end in range(1, len(op.site) + 1, 3))
 
 
+def update_by_leaf(ops: Sequence[Op]) -> Iterator[int]:
+    """Positions of ops in a topological order: each op of the update is followed at once by those that only waited for it.
+
+    A trace has the update op by op, each for all leaves of the state. The compiler finishes one leaf before the next, and no
+    temporaries of all leaves are in memory together.
+    """
+    readers, missing = defaultdict[int, list[int]](list), dict[int, int]()
+    maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
+    for i, op in enumerate(ops):
+        made_by = {maker[v] for v in op.operands if v in maker}
+        missing[i] = len(made_by)
+        for j in made_by:
+            readers[j].append(i)
+    placed = set[int]()
+    for first in range(len(ops)):
+        ready = [first] if first not in placed else []
+        while ready:
+            i = ready.pop()
+            placed.add(i)
+            yield i
+            for reader in reversed(readers[i]):
+                missing[reader] -= 1
+                if missing[reader] == 0 and ops[reader].phase is ops[i].phase is Phase.UPDATE:
+                    ready.append(reader)
+
+
 class _Flattening:
     """Lays nested graphs out flat."""
 
@@ -270,7 +297,8 @@ class _Flattening:
             constant = number[v] = self.new_value(graph.values[v])
             self.append(ENTER, (), constant, (), count, Phase.FORWARD, (*path, ENTER, v), [], [])
         read = {a for op in graph.ops for a in op.operands} | {*graph.made}
-        for i, op in enumerate(graph.ops):
+        for i in update_by_leaf(graph.ops):
+            op = graph.ops[i]
             operands = tuple(number[a] if isinstance(a, int) else None for a in op.inputs)
             if op.name == BARRIER:
                 results = self._barrier(op, operands, [v in read for v in op.outputs], count, (*path, i))

@@ -88,6 +88,12 @@ def test_a_cap_that_is_out_of_reach_otherwise_is_kept_to():
         found(0.2, microbatches=1, remat="never")
 
 
+@pytest.mark.parametrize("microbatches", [8, 16, 32])
+def test_no_number_of_microbatches_that_is_asked_for_is_faster(microbatches):
+    chosen = found(0.2, remat="never").plan.estimates.step_s
+    assert chosen <= found(0.2, microbatches=microbatches, remat="never").plan.estimates.step_s
+
+
 def test_recomputing_and_microbatches_go_together():
     tight = found(0.48, microbatches=2)
     assert loops(tight) == [2]

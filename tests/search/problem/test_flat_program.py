@@ -526,3 +526,25 @@ def test_gradients_that_a_loop_adds_up_are_the_backward_phase_s():
 
 def only_adding(program: FlatProgram):
     return next(op for op in program.ops if op.name == "add" and op.count == len(STACK))
+
+
+def test_the_update_of_a_leaf_ends_before_that_of_the_next_begins():
+    """The trace squares all gradients, then scales all: temporaries of all leaves at once."""
+
+    def step(params, x):
+        grads = jax.grad(lambda ws: jnp.sum(jnp.tanh(x @ ws[0]) @ ws[1]))(params)
+        squares = [jnp.square(g) for g in grads]
+        scaled = [g * lax.rsqrt(s) for g, s in zip(grads, squares, strict=True)]
+        return [w - 0.1 * g for w, g in zip(params, scaled, strict=True)]
+
+    params = [np.ones((3, 4), np.float32), np.ones((4, 2), np.float32)]
+    traced = trace(step, params, X)
+    program = flatten(traced)
+    shapes = [
+        program.values[op.results[0]].shape for op in program.ops if op.name in ("square", "mul", "rsqrt")
+    ]
+    assert {op.name for op in traced.graph.ops} >= {"square", "rsqrt"}
+    leaves = [shape for shape in shapes if shape in ((3, 4), (4, 2))][-8:]
+    assert leaves == sorted(leaves) and len(set(leaves)) == 2
+    at = {v: i for i, op in enumerate(program.ops) for v in op.results}
+    assert all(at[v] < i for i, op in enumerate(program.ops) if op.name != "input" for v in op.operands)
