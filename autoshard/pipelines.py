@@ -349,7 +349,10 @@ def searched(
 
     def kept() -> AnyPipeline:
         judge = compiled_peaks.judge_of_pipelines(step, cluster, asked, progress, lowerings.verified)
-        return compiled_peaks.kept(search, judge, options.memory_bytes, progress, asked.verify == ALWAYS)
+        left_s = None if asked.time_limit_s is None else ready.deadline.left_s
+        return compiled_peaks.kept(
+            search, judge, options.memory_bytes, progress, asked.verify == ALWAYS, left_s
+        )
 
     def apply(data: Any, place: str) -> AnyPipeline:
         return cast(AnyPipeline, lowerings.applied(step, Plan.from_json(data, place), place))

@@ -170,12 +170,12 @@ def searched(
     if not _are_gpus(devices) or asked.verify == NEVER:
         found = find(options, progress, asked.verify)
         return Built(found, built(found, cluster, devices, on_retrace, given_up))
-    programs: list[Program] = []
+    programs: list[tuple[SearchResult, Program]] = []
 
     def judged(found: SearchResult, _: float | None) -> Judgement:
         progress("compiling")
         program, proof = _compiled(found, cluster, devices, on_retrace, given_up)
-        programs.append(program)
+        programs.append((found, program))
         return Judgement.of(proof)
 
     def search(limit_bytes: int, limit_s: float | None, said: Progress) -> SearchResult:
@@ -184,7 +184,7 @@ def searched(
     found = compiled_peaks.kept(
         search, judged, options.memory_bytes, progress, time_limit_s=options.time_limit_s
     )
-    return Built(found, programs[-1])
+    return Built(found, next(program for judged, program in programs if judged.chosen is found.chosen))
 
 
 def run_per_stage(

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard import compiled_peaks
+from autoshard.compiled_peaks import Judgement
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.units import format_seconds
+from autoshard.pipelines import LATEST
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.plan import Plan
 from tests.executors.agreement import Reference, assert_equal, run_steps
@@ -321,6 +324,21 @@ def test_a_pipeline_is_found_by_itself_where_one_program_waits():
     assert step.plan.executor == "mpmd"
     with pytest.raises(InputError, match="or ask for stages=1 there"):
         autoshard.parallelize(case.step, like=step)(wanted, case.batch(0))
+
+
+def test_the_compiler_has_the_time_that_a_search_of_pipelines_leaves(monkeypatch):
+    timeouts_s = []
+
+    def judge(found, timeout_s):
+        timeouts_s.append(timeout_s)
+        return Judgement(1, 1, 1, True)
+
+    monkeypatch.setattr(compiled_peaks, "judge_of_pipelines", lambda *_: judge)
+    monkeypatch.setattr(compiled_peaks, "may_exceed", lambda *_: True)
+    case = make_mlp()
+    autoshard.search(case.step, *case.abstract_args(), cluster="8xCPU", stages=2, time_limit_s=60)
+    (timeout_s,) = timeouts_s
+    assert 0 < timeout_s < LATEST * 60
 
 
 def test_where_one_program_does_well_or_what_is_asked_for_means_one_no_pipeline_is_searched():
