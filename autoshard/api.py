@@ -14,10 +14,9 @@ from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.executors.jit import Program
-from autoshard.parallelized import Parallelized, Request
+from autoshard.options import IN_DOUBT, Options, among
+from autoshard.parallelized import Parallelized
 from autoshard.pins import Pins, Rested
-from autoshard.pipelines import Stages
-from autoshard.planning import IN_DOUBT, Asked
 from autoshard.progress import Progress, narrated
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
@@ -122,53 +121,31 @@ def search(
       >>> search(step, w, x, cluster="8xH100-80GB").num_devices
       8
     """
-    call, own = _told_apart(
-        "search",
-        step,
-        abstract_args,
-        abstract_kwargs,
-        memory=memory,
-        mesh=mesh,
-        pin=pin,
-        state=state,
-        remat=remat,
-        stages=stages,
-        schedule=schedule,
-        microbatches=microbatches,
-        executor=executor,
-        offload=offload,
-        time_limit_s=time_limit_s,
-        verify=verify,
-        target_config=target_config,
-        progress=progress,
-    )
-    hardware = parse_hardware(cluster)
-    asked = Asked.of(own)
-    wanted = pipelines.asked_for(
-        own["stages"], own["schedule"], own["executor"], is_open=pipelines.leaves_open(asked)
-    )
-    if wanted is not None:
-        pipelines.refuse(pin=asked.pin or None, offload=asked.offload)
-    with narrated(step_name(step), "tracing", own["progress"]) as tell:
-        traced = _traced(call, hardware, own["state"])
-        return _found(traced, hardware, wanted, asked, tell).plan
+    call, own = _told_apart("search", step, abstract_args, abstract_kwargs, **among(locals()))
+    hardware, options = parse_hardware(own["cluster"]), Options.of(own)
+    if pipelines.are_allowed(options):
+        pipelines.refuse(pin=options.pin, offload=options.offload)
+    with narrated(step_name(step), "tracing", options.progress) as tell:
+        traced = _traced(call, hardware, options.state)
+        return _found(traced, hardware, options, tell).plan
 
 
 def _found(
-    step: Step, hardware: AnyCluster, wanted: Stages | None, asked: Asked, progress: Progress
+    step: Step, hardware: AnyCluster, options: Options, progress: Progress
 ) -> SearchResult | Pipeline | SpmdPipeline:
     """One program or a pipeline; the faster one if both are allowed."""
     if isinstance(hardware, MixedCluster):
-        across = pipelines.across_kinds(hardware, wanted)
-        return pipelines.searched(step, hardware, across, asked, progress)
-    if wanted is not None and wanted.count is not None:
-        return pipelines.searched(step, hardware, wanted, asked, progress)
+        across = pipelines.across_kinds(hardware, options)
+        return pipelines.searched(step, hardware, across, progress)
+    if options.num_stages not in (None, 1):
+        return pipelines.searched(step, hardware, options, progress)
 
     def alone() -> SearchResult:
-        options = planning.options(step, hardware, asked)
-        return compiled_peaks.one_program(step, hardware, options, asked, progress)
+        of_one = planning.options(step, hardware, options)
+        return compiled_peaks.one_program(step, hardware, of_one, options, progress)
 
-    return alone() if wanted is None else pipelines.fastest(step, hardware, wanted, asked, alone, progress)
+    is_open = pipelines.are_allowed(options)
+    return pipelines.fastest(step, hardware, options, alone, progress) if is_open else alone()
 
 
 @boundary
@@ -336,7 +313,7 @@ def choices(
     return planning.choices(traced, given, own["name"], place)
 
 
-class Options(TypedDict, total=False):
+class Keywords(TypedDict, total=False):
     """The options of `parallelize`, as type checkers see them."""
 
     cluster: str | os.PathLike[str] | AnyCluster | None
@@ -370,11 +347,11 @@ class Decorator(Protocol):
 
 
 @overload
-def parallelize[**P, R](step: Callable[P, R], **options: Unpack[Options]) -> Parallelized[P, R]: ...
+def parallelize[**P, R](step: Callable[P, R], **options: Unpack[Keywords]) -> Parallelized[P, R]: ...
 
 
 @overload
-def parallelize(step: None = None, **options: Unpack[Options]) -> Decorator: ...
+def parallelize(step: None = None, **options: Unpack[Keywords]) -> Decorator: ...
 
 
 @boundary
@@ -450,63 +427,36 @@ def parallelize(
       >>> @parallelize(memory="70GiB")  # doctest: +SKIP
       ... def train_step(state, batch): ...
     """
-    options: dict[str, Any] = {
-        "cluster": cluster,
-        "memory": memory,
-        "mesh": mesh,
-        "pin": pin,
-        "state": state,
-        "donate": donate,
-        "remat": remat,
-        "stages": stages,
-        "schedule": schedule,
-        "microbatches": microbatches,
-        "executor": executor,
-        "offload": offload,
-        "plan": plan,
-        "like": like,
-        "time_limit_s": time_limit_s,
-        "verify": verify,
-        "devices": devices,
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "progress": progress,
-    }
-    option_types.check(**options)
+    keywords = among(locals())
+    option_types.check(**keywords)
     if step is None:
-        return functools.partial(parallelize, **options)
+        return functools.partial(parallelize, **keywords)
     if isinstance(step, Parallelized):
         raise InputError(f"the step {step.__name__!r} is parallelized already; decorate it once")
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
-    decided = {"memory": memory, "mesh": mesh, "pin": pin, "remat": remat, "offload": offload}
+    options = Options.of(keywords)
     if plan is not None:
-        counts = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "executor": executor}
-        _refuse_beside("plan", cluster=cluster, **decided, **counts, like=like)
+        decided = (
+            "cluster",
+            "memory",
+            "mesh",
+            "pin",
+            "remat",
+            "offload",
+            "stages",
+            "schedule",
+            "microbatches",
+        )
+        _refuse_beside("plan", options, *decided, "executor", "like")
     if like is not None:
-        _refuse_beside("like", cluster=cluster, mesh=mesh)
+        _refuse_beside("like", options, "cluster", "mesh")
     given = None if plan is None else loaded(plan)
-    asked = Asked.of(options)
-    is_open = pipelines.leaves_open(asked, donate=donate, like=like, plan=plan)
-    pipeline = pipelines.asked_for(stages, schedule, executor, is_open)
-    is_asked = pipeline is not None and pipeline.always
+    is_asked = pipelines.are_allowed(options) and stages is not None
     if is_asked or (given is not None and given[0].is_pipeline):
-        pipelines.refuse(pin=pin or None, offload=offload, donate=donate, like=like)
+        pipelines.refuse(pin=options.pin, offload=offload, donate=donate, like=like)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given("like=", like)[0])
-    request = Request(
-        asked,
-        pipeline,
-        cluster,
-        state,
-        donate,
-        given,
-        shared,
-        devices,
-        static_argnums,
-        static_argnames,
-        progress,
-    )
-    return Parallelized(step, request)
+    return Parallelized(step, options, given, shared)
 
 
 def _given(reader: str, plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
@@ -526,9 +476,9 @@ def loaded(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return Plan.load(plan), str(plan)
 
 
-def _refuse_beside(decider: str, **options: Any) -> None:
+def _refuse_beside(decider: str, options: Options, *names: str) -> None:
     """Refuses options that `plan=` or `like=` (the decider) has decided already."""
-    if said := [name for name, value in options.items() if value is not None]:
+    if said := [name for name in names if getattr(options, name) is not None]:
         raise InputError(
             f"{decider}= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out "
             f"{decider}= to search again"

@@ -28,11 +28,11 @@ from autoshard.cost_model.xla.compiler import can_compile_for
 from autoshard.cost_model.xla.plugin import is_there
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.limits import Trial, next_limit
-from autoshard.planning import ALWAYS, NEVER, Asked
+from autoshard.options import ALWAYS, NEVER, Options
 from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
-from autoshard.search.options import Options
+from autoshard.search.options import Options as SearchOptions
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.plan.peak_band import compiled, may_exceed
 from autoshard.user_warning import warn
@@ -125,7 +125,7 @@ class CompilerJudge:
 
 def judge_of(
     cluster: AnyCluster,
-    asked: Asked,
+    asked: Options,
     progress: Progress,
     verify: Verify = CompilerVerifier.verified,
 ) -> CompilerJudge | None:
@@ -143,7 +143,7 @@ def judge_of(
 
 
 def judge_of_pipelines(
-    step: Step, cluster: AnyCluster, asked: Asked, progress: Progress, verify: Verify
+    step: Step, cluster: AnyCluster, asked: Options, progress: Progress, verify: Verify
 ) -> CompilerJudge | None:
     """The judge of a step's pipelines. Stages are not shortened, so that it takes minutes to compile those of a long step:
     they are judged only if the user asks for that."""
@@ -151,7 +151,11 @@ def judge_of_pipelines(
 
 
 def one_program(
-    step: Step, cluster: Cluster, options: Options, asked: Asked, progress: Progress = lambda line: None
+    step: Step,
+    cluster: Cluster,
+    options: SearchOptions,
+    asked: Options,
+    progress: Progress = lambda line: None,
 ) -> SearchResult:
     """Searches for the fastest program that fits, as compiled if the user's `verify=` says so.
 

@@ -26,20 +26,20 @@ from autoshard.executors import jit, pipeline, spmd
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_jit import CompilerOptions
 from autoshard.executors.pipeline_program import PipelineProgram
-from autoshard.planning import IN_DOUBT, NEVER, Asked
+from autoshard.options import NEVER, Options
 from autoshard.processes import Processes
 from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.mesh_problem import MeshProblem
-from autoshard.search.options import Options
+from autoshard.search.options import Options as SearchOptions
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.plan import Plan
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
 
-BY_DEFAULT = Asked(verify=IN_DOUBT)
+BY_DEFAULT = Options()
 """The options of a user who gives none."""
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -142,12 +142,12 @@ def _options(
 def searched(
     step: Step,
     cluster: Cluster,
-    options: Options,
+    options: SearchOptions,
     devices: Sequence[Any],
     on_retrace: Callable[[], None],
     progress: Progress = lambda line: None,
     given_up: AbstractSet[int] = frozenset(),
-    asked: Asked = BY_DEFAULT,
+    asked: Options = BY_DEFAULT,
 ) -> Built:
     """Searches for the fastest plan that fits, and builds its program. On GPUs the program is compiled, and the compiled one
     fits, unless the user's `verify=` says "never". On simulated devices the compiler is asked as by `autoshard.search`.
@@ -160,7 +160,7 @@ def searched(
     """
     processes = Processes.of(devices)
 
-    def find(options: Options, progress: Progress, verify: str | None) -> SearchResult:
+    def find(options: SearchOptions, progress: Progress, verify: str | None) -> SearchResult:
         judged = replace(asked, verify=verify)
         return processes.found_by_the_first(
             lambda: compiled_peaks.one_program(step, cluster, options, judged, progress),

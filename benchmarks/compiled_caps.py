@@ -30,7 +30,7 @@ from autoshard.compiled_peaks import CompilerJudge, Judgement, judge_of, kept
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.planning import IN_DOUBT, Asked
+from autoshard.options import Options as UserOptions
 from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
@@ -107,7 +107,7 @@ class Asker:
     def of(cls, model: str, cluster: Cluster) -> "Asker":
         """Traces a model's step."""
         step, args = UNSEEN[model]()
-        judge = judge_of(cluster, Asked(verify=IN_DOUBT), _silent)
+        judge = judge_of(cluster, UserOptions(), _silent)
         assert judge is not None, "the compiler is not installed: autoshard[verify]"
         return cls(model, trace_call(cluster.platform, step, args, {}), cluster, judge)
 

@@ -14,7 +14,7 @@ from autoshard import compiled_peaks
 from autoshard.compiled_peaks import MAX_ROUNDS, Judgement, kept
 from autoshard.cost_model.errors import CompilerError, InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.planning import ALWAYS, IN_DOUBT, NEVER, Asked
+from autoshard.options import ALWAYS, IN_DOUBT, NEVER, Options
 from autoshard.search.plan.peak_band import PEAK_BAND
 from autoshard.search.tightening import MARGIN
 
@@ -365,10 +365,10 @@ def test_unasked_the_compiler_is_neither_installed_nor_missed(
 ):
     monkeypatch.setattr(compiled_peaks, "is_there", lambda: is_there)
     monkeypatch.setattr("autoshard.verification.judge.provided", silent)
-    judge = compiled_peaks.judge_of(cluster, Asked(verify=verify), silent)
+    judge = compiled_peaks.judge_of(cluster, Options.of({"verify": verify}), silent)
     assert (judge is not None) == is_judged
 
 
 def test_a_compiler_that_is_asked_for_must_know_the_devices():
     with pytest.raises(autoshard.InputError, match="its devices are no GPUs"):
-        compiled_peaks.judge_of(CPUS, Asked(verify=ALWAYS), silent)
+        compiled_peaks.judge_of(CPUS, Options(verify=ALWAYS), silent)
