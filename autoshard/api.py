@@ -454,7 +454,7 @@ def parallelize(
     given = None if plan is None else loaded(plan)
     is_asked = pipelines.are_allowed(options) and stages is not None
     if is_asked or (given is not None and given[0].is_pipeline):
-        pipelines.refuse(pin=options.pin, offload=offload, donate=donate, like=like)
+        pipelines.refuse(pin=options.pin, offload=offload, like=like)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given("like=", like)[0])
     return Parallelized(step, options, given, shared)
 

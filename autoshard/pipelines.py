@@ -119,7 +119,7 @@ def across_kinds(cluster: MixedCluster, options: Options) -> Options:
     """
     is_pipeline = are_allowed(options)
     if not is_pipeline or options.executor == SPMD:
-        only = "executor=" if is_pipeline else "stages=1, pin=, offload=, like=, donate="
+        only = "executor=" if is_pipeline else "stages=1, pin=, offload=, like="
         raise InputError(
             f"one program runs on devices of one kind, and {cluster.name} has several: {cluster}. Leave out what only one "
             f"program has ({only}), and say stages={AUTO!r} beside mesh= or microbatches=; or plan for devices of one kind"

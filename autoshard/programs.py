@@ -201,11 +201,12 @@ def run_per_stage(
       hardware: the cluster that it is for.
       devices: in the cluster's order: real or simulated.
       on_retrace: as for `executors.pipeline.build`.
-      given_up: nothing: a pipeline donates its state alone.
+      given_up: as for `executors.pipeline.build`.
     """
-    assert not given_up
     devices, options = _as_stages_stand(found.plan, hardware, devices), _stage_options(found, devices)
-    return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace, options)
+    return pipeline.build(
+        found.programs, found.schedule, found.shardings, devices, on_retrace, options, given_up
+    )
 
 
 def emitted_per_stage(found: Pipeline, hardware: AnyCluster, devices: Sequence[Any]) -> tuple[Program, ...]:
@@ -223,9 +224,8 @@ def run_for_all(
     given_up: AbstractSet[int] = frozenset(),
 ) -> Program:
     """A pipeline's one program for all stages; the arguments are those of `run_per_stage`."""
-    assert not given_up
     options = _options(found.plan, hardware.groups[0], devices, {})
-    return spmd.build(found.program, found.sharding, devices, on_retrace, options)
+    return spmd.build(found.program, found.sharding, devices, on_retrace, options, given_up)
 
 
 def emitted_for_all(found: SpmdPipeline, hardware: AnyCluster, devices: Sequence[Any]) -> Program:
