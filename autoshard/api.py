@@ -7,13 +7,14 @@ from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 
-from autoshard import compiled_peaks, keywords, lowerings, option_types, pipelines, planning
+from autoshard import compiled_peaks, lowerings, option_types, pipelines, planning
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.executors.jit import Program
+from autoshard.keywords import told_apart
 from autoshard.options import IN_DOUBT, Options, among
 from autoshard.parallelized import Parallelized
 from autoshard.pins import Pins, Rested
@@ -121,8 +122,10 @@ def search(
       >>> search(step, w, x, cluster="8xH100-80GB").num_devices
       8
     """
-    call, own = _told_apart("search", step, abstract_args, abstract_kwargs, **among(locals()))
-    hardware, options = parse_hardware(own["cluster"]), Options.of(own)
+    keywords = among(locals())
+    hardware = parse_hardware(keywords.pop("cluster"))
+    call, own = _told_apart("search", step, abstract_args, abstract_kwargs, **keywords)
+    options = Options.of(own)
     if pipelines.are_allowed(options):
         pipelines.refuse(pin=options.pin, offload=options.offload)
     with narrated(step_name(step), "tracing", options.progress) as tell:
@@ -497,7 +500,7 @@ def _told_apart(
         raise InputError(f"{function} wants a step, which is a function, got {type(step).__name__}")
     callee, owner = (step.callee, step.owner) if isinstance(step, Parallelized) else (Callee.of(step), ())
     args = (*owner, *args)
-    kwargs, own = keywords.told_apart(function, callee, len(args), kwargs, options)
+    kwargs, own = told_apart(function, callee, len(args), kwargs, options)
     return callee.call(args, kwargs, is_bound=bool(owner)), own
 
 
