@@ -5,11 +5,10 @@ predicted to hold p bytes and compiled to c has an error of c / p. If c exceeds 
 p * cap / c. A plan there compiles to the cap if its error is equal, and to less if its error is smaller. If nothing fits a
 limit, the next one lies half way between it and the last plan that was too large.
 
-Errors may also fall with the limit. The first plan that fits then leaves room, and a faster plan may exist between it and
-the last one that was too large. One limit half way between them is tried, and the faster plan counts, if
-
-  * the plan that fits is slower by more than the search's gap, as a smaller difference is within what is unproven anyway;
-  * with the error of the plan that fits, a plan there keeps to the cap.
+Errors may also fall with the limit, and the compiler's scheduler spends the room that a plan leaves. A faster plan may
+therefore exist between the first plan that fits and the last one that was too large. If the plan that fits is slower by more
+than the search's gap, one limit half way between them is tried, and the faster plan counts. A smaller difference is within
+what the search leaves unproven anyway.
 
 `next_limit` is a pure function of the trials so far; who searches and compiles bounds their number and their time.
 """
@@ -46,11 +45,6 @@ class Trial:
         """The smallest limit that is known to allow the plan."""
         return min(self.limit_bytes, self.predicted_bytes)
 
-    @property
-    def error(self) -> float:
-        """The compiled peak, as a multiple of the predicted one."""
-        return self.compiled_bytes / self.predicted_bytes
-
 
 def next_limit(trials: Sequence[Trial], cap_bytes: float) -> float | None:
     """The limit of the next search; None if the faster of the plans that fit is good enough, or nothing more can fit.
@@ -70,7 +64,7 @@ def next_limit(trials: Sequence[Trial], cap_bytes: float) -> float | None:
     if not too_large:
         return None
     if fitting:
-        return _between(trials[-1], fitting, too_large[-1], cap_bytes)
+        return _between(trials[-1], fitting, too_large[-1])
     return _lower(trials, too_large[-1], cap_bytes)
 
 
@@ -84,10 +78,9 @@ def _lower(trials: Sequence[Trial], last: Trial, cap_bytes: float) -> float | No
     return middle_bytes if last.kept_bytes - middle_bytes >= MARGIN * cap_bytes else None
 
 
-def _between(latest: Trial, fitting: Sequence[Trial], last: Trial, cap_bytes: float) -> float | None:
+def _between(latest: Trial, fitting: Sequence[Trial], last: Trial) -> float | None:
     """A limit between the first plan that fits and the last one that was too large; asked for once."""
     if [latest] != list(fitting):
         return None
-    middle_bytes = (latest.limit_bytes + last.kept_bytes) / 2
     is_slower = (1 - last.gap) * latest.step_s > last.step_s
-    return middle_bytes if is_slower and middle_bytes * latest.error <= cap_bytes else None
+    return (latest.limit_bytes + last.kept_bytes) / 2 if is_slower else None

@@ -52,11 +52,11 @@ def test_an_error_that_is_a_ratio_is_corrected_in_one_step(times, used):
     assert found[1].limit_bytes == pytest.approx((1 - MARGIN) * CAP / times)
 
 
-@given(times=st.floats(1.01, 4.0))
+@given(times=st.floats(1.02, 4.0))
 def test_a_plan_that_fits_fills_the_cap_as_far_as_plans_do(times):
     """The overshoot in bytes, taken off the limit, would leave 60% of the cap empty if 1.6 times as much is compiled."""
     found = trials(lambda p: times * p)
-    assert len(found) == 2, "by its own error, no plan half way back fits"
+    assert [one.fits for one in found] == [False, True, False], "the limit half way back is above what fits"
     assert fastest(found).compiled_bytes == pytest.approx((1 - MARGIN) * CAP)
 
 
@@ -94,7 +94,7 @@ def test_half_way_back_finds_the_faster_plan_between():
 
 
 def test_half_way_back_the_plan_may_be_too_large():
-    found = trials(lambda p: 2 * p if p > 0.6 * CAP else 1.05 * p)
+    found = trials(lambda p: 2 * p if p > 0.6 * CAP else p)
     assert [one.fits for one in found] == [False, True, False]
     assert fastest(found) is found[1]
 
