@@ -69,7 +69,8 @@ def search(
         "data" and "model" (two), "replica", "data" and "model" (three).
       pin: fixed specs of arguments by pytree path, e.g. `{"params['emb']": P("model")}`. A spec is a `PartitionSpec` or a
         plan's text, `"P('model')"`. A path as `print(plan)` folds it, `"['layers'][*]['w*']"`, pins every argument that
-        it matches. A `Plan` pins all arguments that its step shares with this one.
+        it matches. A `Plan` of one program pins all arguments that its step shares with this one. With stages, a spec
+        is for the devices of a replica, with axes "data" and "model".
       state: pytree paths of arguments, or of parts of them, that come back as results and are donated. By default they are
         derived from structure and dataflow; a warning names large arguments that are in doubt.
       remat: "never" recomputes only the parts that the step itself marks (`jax.checkpoint`). By default, if memory is
@@ -127,7 +128,7 @@ def search(
     call, own = _told_apart("search", step, abstract_args, abstract_kwargs, **keywords)
     options = Options.of(own)
     if pipelines.are_allowed(options):
-        pipelines.refuse(pin=options.pin, offload=options.offload)
+        pipelines.refuse(offload=options.offload)
     with narrated(step_name(step), "tracing", options.progress) as tell:
         traced = _traced(call, hardware, options.state)
         return _found(traced, hardware, options, tell).plan
@@ -457,7 +458,7 @@ def parallelize(
     given = None if plan is None else loaded(plan)
     is_asked = pipelines.are_allowed(options) and stages is not None
     if is_asked or (given is not None and given[0].is_pipeline):
-        pipelines.refuse(pin=options.pin, offload=offload, like=like)
+        pipelines.refuse(offload=offload, like=like)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given("like=", like)[0])
     return Parallelized(step, options, given, shared)
 

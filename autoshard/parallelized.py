@@ -542,8 +542,7 @@ class Parallelized[**P, R]:
             asked = replace(asked, stages=1, schedule=None, executor=None)
         if not self._planned:
             return asked
-        mesh = None if first.is_pipeline else tuple(first.decisions.mesh.values())
-        return planning.suiting(traced, asked, mesh)
+        return planning.suiting(traced, asked, tuple(first.shardings[0].mesh.values()))
 
     def _plan_for(self, traced: Step) -> tuple[Plan, str] | None:
         """A plan that spares the search: the given one, or that of an earlier call with this computation."""

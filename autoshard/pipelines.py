@@ -33,6 +33,7 @@ from autoshard.search.pipeline.proposals import Parts
 from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.pipeline.spmd_search import SpmdSearch
+from autoshard.search.pipeline.stage_pins import marks_of
 from autoshard.search.pipeline.step_work import StepWork
 from autoshard.search.plan.executors import EXECUTORS, FORMER_NAMES, JIT, MPMD, SPMD
 from autoshard.search.plan.plan import Plan
@@ -119,10 +120,11 @@ def across_kinds(cluster: MixedCluster, options: Options) -> Options:
     """
     is_pipeline = are_allowed(options)
     if not is_pipeline or options.executor == SPMD:
-        only = "executor=" if is_pipeline else "stages=1, pin=, offload=, like="
+        only = "executor=" if is_pipeline else "stages=1, offload=, like="
         raise InputError(
             f"one program runs on devices of one kind, and {cluster.name} has several: {cluster}. Leave out what only one "
-            f"program has ({only}), and say stages={AUTO!r} beside mesh= or microbatches=; or plan for devices of one kind"
+            f"program has ({only}), and say stages={AUTO!r} beside mesh=, pin=, donate= or microbatches=; or plan for "
+            "devices of one kind"
         )
     return replace(options, executor=MPMD)
 
@@ -204,9 +206,9 @@ def _prepared(
 
 def _least_s(step: Step, cluster: Cluster, options: Options, prepared: Prepared) -> float:
     """Seconds of a step of any pipeline, at least."""
-    wanted = _wanted(cluster, options)
-    searches = [PipelineSearch(step, [""] * len(step.arguments), cluster, wanted, prepared=prepared).least_s]
-    if options.executor != MPMD:
+    wanted = _wanted(step, cluster, options)
+    searches = [PipelineSearch(step, marks_of(step, wanted.pins), cluster, wanted, prepared=prepared).least_s]
+    if _executor(options) != MPMD:
         searches.append(SpmdSearch(step, cluster, wanted, prepared=prepared).least_s)
     found, refused = list[float](), list[InputError]()
     for least_s in searches:
@@ -295,14 +297,14 @@ def searched(
       InputError: the options are impossible.
       InfeasibleError: no pipeline fits.
     """
-    wanted = _wanted(cluster, options)
+    wanted, executor = _wanted(step, cluster, options), _executor(options)
     limit_s = LATEST * (math.inf if options.time_limit_s is None else options.time_limit_s)
     clock = WorkClock() if options.time_limit_s is None else PROCESSOR
     ready = prepared or Prepared(Deadline.after(limit_s, clock))
 
     def search(limit_bytes: int, _: float | None, said: Progress) -> AnyPipeline:
         lower = replace(wanted, memory_share=limit_bytes / wanted.memory_bytes)
-        return _faster(step, cluster, lower, options.executor, said, cutoff_s, ready)
+        return _faster(step, cluster, lower, executor, said, cutoff_s, ready)
 
     def kept() -> AnyPipeline:
         judge = compiled_peaks.judge_of_pipelines(step, cluster, options, progress, lowerings.verified)
@@ -377,7 +379,23 @@ def _tell_of_parts(step: Step, cluster: MixedCluster, plan: Plan, parts: Parts, 
         )
 
 
-def _wanted(cluster: AnyCluster, options: Options) -> PipelineOptions:
+def _executor(options: Options) -> str | None:
+    """The executor that the options allow; None for the faster one.
+
+    Raises:
+      InputError: the user asks for one that the pins exclude.
+    """
+    if not options.pin:
+        return options.executor
+    if options.executor == SPMD:
+        raise InputError(
+            f"pin= is for stages with a program each, and executor={SPMD!r} is one program for all. Leave out one of them, "
+            f"or ask for executor={MPMD!r}"
+        )
+    return MPMD
+
+
+def _wanted(step: Step, cluster: AnyCluster, options: Options) -> PipelineOptions:
     """What the user's options ask of a pipeline.
 
     Raises:
@@ -400,4 +418,5 @@ def _wanted(cluster: AnyCluster, options: Options) -> PipelineOptions:
         microbatches,
         None if mesh is None else tuple(mesh),
         options.remat,
+        pins=planning.stage_pins(step, options, cluster),
     )

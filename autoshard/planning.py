@@ -1,6 +1,6 @@
 """The way from user options to a plan on its traced step, shared by `search`, `emit`, `verify` and `parallelize`."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from autoshard.cost_model.cluster import Cluster, Device
 from autoshard.cost_model.errors import InputError, PlanError
@@ -164,20 +165,39 @@ def options(step: Step, cluster: Cluster, asked: Options, resting: Resting = ANY
     )
 
 
-def suiting(step: Step, asked: Options, mesh: tuple[int, ...] | None) -> Options:
+def stage_pins(step: Step, asked: Options, cluster: AnyCluster) -> Mapping[str, PartitionSpec]:
+    """The specs in which arguments rest on their stages, by pytree path.
+
+    Raises:
+      InputError: a pin is impossible, or is for one program.
+    """
+    if isinstance(asked.pin, Plan):
+        raise InputError(
+            "pin= has a plan, which fixes the mesh of one program, and stages have meshes of their own. Pin arguments by "
+            "their pytree paths, or leave out the stages"
+        )
+    rest = pinned(step, asked.pin or {}, cluster.num_devices)
+    if rest.on_host:
+        raise InputError(
+            f"pin {rest.on_host[0]!r} rests on the host, and a pipeline is planned without offloading. Pin it on the device"
+        )
+    return rest.specs
+
+
+def suiting(step: Step, asked: Options, mesh: tuple[int, ...]) -> Options:
     """The options of a step's first call that also suit a later call. A smaller last batch may not be divisible by a pin's
     axes or by the number of microbatches; these options are then dropped, and searched.
 
     Args:
       step: the later call, traced.
       asked: the options of the first call.
-      mesh: the mesh of the first call's plan; None for a pipeline, which has no pins.
+      mesh: the mesh of the first call's plan; of a pipeline, that of a replica of its first stage.
 
     Warns:
       AutoshardWarning: an option is dropped.
     """
     lost: tuple[str, ...] = ()
-    if asked.pin and mesh is not None:
+    if asked.pin:
         pin, lost = allowed(step, asked.pin, mesh)
         asked = replace(asked, pin=pin)
     if asked.microbatches is not None:

@@ -5,9 +5,10 @@ solution for each mesh of a replica, stages. From these follow the programs that
 it all is predicted to take.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
+from typing import Any
 
 import jax
 
@@ -18,6 +19,7 @@ from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster, from_js
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Step
+from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.memory.microbatches import looped
 from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.pipeline.intra_op import IntraOp, decided
@@ -30,6 +32,7 @@ from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
 from autoshard.search.pipeline.split_loops import num_positions
 from autoshard.search.pipeline.stage_collectives import stage_collectives
 from autoshard.search.pipeline.stage_memory import StageMemory
+from autoshard.search.pipeline.stage_pins import marks_of as marks_of_pins
 from autoshard.search.pipeline.stage_sharding import stage_sharding
 from autoshard.search.pipeline.task_memory import ProgramKernels
 from autoshard.search.plan.edits import marks_of
@@ -114,7 +117,9 @@ def find(
     def propose(limit_bytes: float, _: object) -> Round[Pipeline] | None:
         try:
             lower = replace(options, memory_share=limit_bytes / options.memory_bytes)
-            search = PipelineSearch(step, [""] * len(step.arguments), cluster, lower, progress, prepared)
+            search = PipelineSearch(
+                step, marks_of_pins(step, options.pins), cluster, lower, progress, prepared
+            )
             found = search.run(cutoff_s)
             watch.lap("search")
         except InfeasibleError as e:
@@ -178,7 +183,9 @@ def _pipeline(step: Step, found: Proposal, memory_bytes: int) -> Pipeline:
     cut = found.parts.layers.stage_cut([stage.placed.first_layer for stage in found.stages])
     parts, cut = made_ready(opened, cut)
     programs = stage_programs(parts, cut, found.schedule.splits_backward)
-    shardings = tuple(stage_sharding(s.intra_op, parts, programs, n) for n, s in enumerate(found.stages))
+    shardings = tuple(
+        stage_sharding(s.intra_op, parts, programs, n, found.parts.pins) for n, s in enumerate(found.stages)
+    )
     memory = StageMemory(programs, found.schedule, shardings)
     plan = _plan(step, found, memory_bytes, _Stages.of(found, parts, memory, memory_bytes))
     plan = replace(plan, marks=marks_of(plan))
@@ -262,6 +269,7 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Pla
         fingerprint=fingerprint(step),
         jax=jax.__version__,
         cluster=found.cluster.to_json(),
+        options=_said(found.parts.pins),
         groups=tuple(names) if is_mixed else (),
         memory_bytes=memory_bytes,
         executor=MPMD,
@@ -281,6 +289,11 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Pla
         ),
         outline=outlined(step),
     )
+
+
+def _said(pins: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, JSON-ready."""
+    return {"pin": {name: str(spec) for name, spec in sorted(pins.items())}} if pins else {}
 
 
 def _sharding(solution: IntraOp) -> Sharding:
@@ -339,12 +352,13 @@ def _parts(step: Step, plan: Plan, first: Cluster, place: str) -> Parts:
     if len(num_replicas) != 1:
         raise PlanError(f"{place}: wanted as many replicas of each stage, got {sorted(num_replicas)}")
     count = plan.microbatches * plan.num_replicas
-    sites = frozenset()
+    sites, pins = frozenset(), {n: read_partition_spec(s) for n, s in plan.options.get("pin", {}).items()}
+    marks = marks_of_pins(step, pins)
     if plan.retention:
-        sites, _ = RetentionCodec(fold(flatten(looped(step, count)), ())).read(plan.retention, place)
+        sites, _ = RetentionCodec(fold(flatten(looped(step, count)), marks)).read(plan.retention, place)
     borders = [stage.first_op for stage in plan.stages]
     _check_borders(PipelineStep.of(step, count), borders, place)
-    return Parts.of(step, [""] * len(step.arguments), first, count, sites, borders)
+    return Parts.of(step, marks, first, count, sites, borders, pins=pins)
 
 
 def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> None:

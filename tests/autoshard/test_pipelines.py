@@ -64,6 +64,96 @@ def test_a_step_trains_as_on_one_device_and_its_state_is_born_on_its_stages(mlp)
     assert [*map(step.plan.mesh_of, step.plan.stages)] == [{"replica": 2, "data": 2}] * 2
 
 
+# --- pinned arguments
+
+
+def momentum(state, x):
+    """A step of two wide layers with momentum, which only the update reads."""
+
+    def loss(w):
+        return jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+
+    old = state["m"]
+    m = [0.9 * m + g for m, g in zip(old, jax.grad(loss)(state["w"]), strict=True)]
+    return {"w": [w - 0.1 * m for w, m in zip(state["w"], m, strict=True)], "m": m}
+
+
+WIDTH = 192
+"""Momenta are large enough to be split over replicas."""
+
+
+def of_momentum():
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH for key in keys[:2]]
+    return {"w": w, "m": [jnp.zeros_like(x) for x in w]}, jax.random.normal(keys[2], (8, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("pin", "mesh", "specs"),
+    [
+        ({"state['w'][0]": jax.P(None, "data")}, (2, 2), {"w0": jax.P(None, "data")}),
+        ({"state['m'][0]": jax.P()}, (2, 2), {"m0": jax.P()}),
+        ({"state['m'][*]": jax.P("data")}, (2, 2), dict.fromkeys(("m0", "m1"), jax.P("data"))),
+        (
+            {"state['m']": "P('data', 'model')"},
+            (1, 2, 2),
+            dict.fromkeys(("m0", "m1"), jax.P("data", "model")),
+        ),
+        ({"state['w'][1]": jax.P("model")}, None, {"w1": jax.P("model")}),
+        ({"x": jax.P("data")}, (2, 2), {"x": jax.P("data")}),
+    ],
+)
+def test_a_pinned_argument_rests_as_pinned_on_each_replica_of_its_stage(pin, mesh, specs, tmp_path):
+    state, x = of_momentum()
+    options = {"stages": 2, "microbatches": 2, "schedule": "1f1b"}
+    step = autoshard.parallelize(momentum, **options, mesh=mesh, pin=pin)
+    wanted = momentum(momentum(state, x), x)
+    rests, there = step.in_shardings(state, x)
+    after = step(step(jax.device_put(state, rests), x), x)
+    for got, want in zip(*map(jax.tree.leaves, (after, wanted)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+    places = {f"{kind}{n}": sharding for kind in "wm" for n, sharding in enumerate(rests[kind])} | {
+        "x": there
+    }
+    assert {name: places[name].spec for name in specs} == specs
+    assert jax.tree.map(lambda array: array.sharding, after) == rests
+    step.plan.save(tmp_path / "plan.json")
+    again = autoshard.parallelize(momentum, plan=tmp_path / "plan.json")
+    assert again.in_shardings(state, x) == (rests, there)
+    assert again.plan == step.plan
+
+
+def test_without_a_pin_state_that_only_the_update_reads_is_split_over_replicas():
+    state, x = of_momentum()
+    step = autoshard.parallelize(momentum, stages=2, microbatches=2, mesh=(2, 2), schedule="1f1b")
+    rests, _ = step.in_shardings(state, x)
+    assert "replica" in rests["m"][0].spec
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pin": {"state['w'][0]": jax.P("replica")}}, "no stage's mesh has an axis 'replica' for pins"),
+        ({"pin": {"x": jax.P("data")}, "executor": "spmd"}, "pin= is for stages with a program each"),
+        ({"pin": {"state['m'][0]": jax.P("model")}, "mesh": (2, 2)}, "pin \"state['m'][0]\": .*'model'"),
+        (
+            {"pin": {"state['m'][0]": "P('data') on host"}},
+            "rests on the host, and a pipeline is planned without",
+        ),
+        (
+            {"pin": {"state['m'][0]": jax.P(None, None, "data")}, "mesh": (2, 2)},
+            "2 dimensions, and the spec is for 3",
+        ),
+    ],
+)
+def test_what_cannot_be_pinned_on_stages_is_said(options, said):
+    with pytest.raises(InputError, match=said.replace("[", "\\[").replace("]", "\\]")):
+        autoshard.parallelize(momentum, stages=2, **options)(*of_momentum())
+
+
+# --- arguments that are given up
+
+
 def two_layers(w, x, cache):
     """A step of two layers, with an array besides that has a result like it."""
 
