@@ -296,7 +296,7 @@ def choices(
     state: Any = None,
     **abstract_kwargs: Any,
 ) -> tuple[str, ...]:
-    """The values that one decision of a plan may be edited to.
+    """The values that one decision of a plan may be edited to; of a pipeline, in each of its shardings.
 
     Args:
       step: the step that the plan was made for.
@@ -308,13 +308,13 @@ def choices(
 
     Raises:
       PlanError: the plan is for another step, or has no decision of this name.
-      InputError: the plan is a pipeline's, or the step is given wrong arguments.
+      InputError: the step is given wrong arguments.
     """
     options = {"plan": plan, "name": name, "state": state}
     call, own = _told_apart("choices", step, abstract_args, abstract_kwargs, **options)
-    given, place = _given("choices", own["plan"])
-    traced = _traced(call, planning.cluster(given, place), own["state"])
-    return planning.choices(traced, given, own["name"], place)
+    given, place = loaded(own["plan"])
+    traced = _traced(call, planning.hardware(given, place), own["state"])
+    return lowerings.choices(traced, given, own["name"], place)
 
 
 class Keywords(TypedDict, total=False):

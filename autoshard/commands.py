@@ -112,8 +112,6 @@ def _read(path: str) -> Plan:
 
 def _check_is_of(plan: Plan, options: argparse.Namespace) -> None:
     """Refuses options that a plan of this kind does not have."""
-    if plan.is_pipeline and options.choices is not None:
-        raise InputError(f"{options.plan} is a pipeline's plan: --choices is for those of one program")
     if not plan.is_pipeline and (options.timeline or options.trace):
         raise InputError(
             f"{options.plan} is a plan of one program: there is no schedule of a pipeline to draw"

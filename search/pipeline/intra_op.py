@@ -190,7 +190,7 @@ def solved(
     Raises:
       InputError: a pin is impossible on this mesh, or pins contradict one another.
     """
-    on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
+    on_mesh = _of_replica(step_problem, cluster, shape)
     try:
         kept = between_programs(on_mesh, on_mesh.pinned(pins), is_lean)
         return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
@@ -201,19 +201,40 @@ def solved(
         raise InputError("the pins contradict one another: no plan keeps them all. Remove one") from e
 
 
-def decided(
-    step_problem: StepProblem, cluster: Cluster, sharding: Sharding, shape: tuple[int, ...], place: str
-) -> IntraOp:
-    """What a plan decides for such a mesh of a replica's devices.
+def decided(step_problem: StepProblem, cluster: Cluster, sharding: Sharding, place: str) -> IntraOp:
+    """What a plan decides for a mesh of a replica's devices.
 
     Raises:
       PlanError: it decides something impossible; `place` says of which plan.
     """
-    if tuple(sharding.mesh) != AXIS_NAMES.get(len(shape)):
-        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(sharding.mesh)}")
-    on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
+    on_mesh = _planned_on(step_problem, cluster, sharding, place)
     kept = between_programs(on_mesh, on_mesh.codec.allowed(sharding, place))
     try:
         return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
     except NoFitError as e:
+        shape = on_mesh.shape
         raise PlanError(f"{place}: its decisions for replicas of mesh {shape} contradict each other") from e
+
+
+def replica_choices(
+    step_problem: StepProblem, cluster: Cluster, sharding: Sharding, name: str, place: str
+) -> tuple[str, ...]:
+    """All that a decision of a plan can be on a mesh of a replica's devices, whatever the others are.
+
+    Raises:
+      PlanError: nothing is decided under this name.
+    """
+    on_mesh = _planned_on(step_problem, cluster, sharding, place)
+    return on_mesh.codec.choices(name, place, between_programs(on_mesh, on_mesh.pinned(NO_PINS)))
+
+
+def _planned_on(step_problem: StepProblem, cluster: Cluster, sharding: Sharding, place: str) -> MeshProblem:
+    """The problem on the mesh that a plan is for."""
+    shape = tuple(sharding.mesh.values())
+    if tuple(sharding.mesh) != AXIS_NAMES.get(len(shape)):
+        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(sharding.mesh)}")
+    return _of_replica(step_problem, cluster, shape)
+
+
+def _of_replica(step_problem: StepProblem, cluster: Cluster, shape: tuple[int, ...]) -> MeshProblem:
+    return step_problem.on(replica_cluster(cluster, prod(shape)), shape)

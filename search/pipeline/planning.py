@@ -22,7 +22,7 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.memory.microbatches import looped
 from autoshard.search.mesh_problem import StepProblem
-from autoshard.search.pipeline.intra_op import IntraOp, decided
+from autoshard.search.pipeline.intra_op import IntraOp, decided, replica_choices
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.programs import made_ready, stage_programs
@@ -35,6 +35,7 @@ from autoshard.search.pipeline.stage_memory import StageMemory
 from autoshard.search.pipeline.stage_pins import marks_of as marks_of_pins
 from autoshard.search.pipeline.stage_sharding import stage_sharding
 from autoshard.search.pipeline.task_memory import ProgramKernels
+from autoshard.search.plan.decisions import apart
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.measured_shares import measured_shares
@@ -150,18 +151,11 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> Pipeline:
     Raises:
       PlanError: it is for another step, or decides something impossible.
     """
-    check_is_for(plan, step, place)
-    try:
-        schedule = build_schedule(plan.schedule, len(plan.stages), plan.microbatches, plan.workers)
-        given = from_json(plan.cluster, f"{place}: cluster")
-        cluster = _ordered(given, plan, place)
-        parts = _parts(step, plan, given.groups[0], place)
-    except InputError as e:
-        raise PlanError(f"{place}: {e}") from e
+    schedule, cluster, parts = _read(step, plan, place)
     placed = _placed(parts, plan, cluster, schedule, place)
     for sharding in plan.shardings:
         here, shape = parts.on(_group(cluster, sharding, place)), tuple(sharding.mesh.values())
-        here.solutions[shape] = decided(here.step_problem, here.cluster, sharding, shape, place)
+        here.solutions[shape] = decided(here.step_problem, here.cluster, sharding, place)
     for n, one in enumerate(placed):
         group, _ = cluster.locate(one.first_device)
         if one.shape not in parts.on(group).solutions:
@@ -171,6 +165,18 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> Pipeline:
     found = Proposal.of([parts] * len(placed), cluster, plan.num_replicas, placed, schedule)
     again = _pipeline(step, found, plan.memory_bytes)
     return replace(again, plan=replace(again.plan, cluster=plan.cluster))
+
+
+def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple[str, ...]:
+    """All that a decision of a plan can be in each of its shardings, whatever the other decisions are.
+
+    Raises:
+      PlanError: the plan is for another step, or decides nothing under this name.
+    """
+    _, cluster, parts = _read(step, plan, place)
+    there = [(sharding, parts.on(_group(cluster, sharding, place))) for sharding in plan.shardings]
+    first, *others = (replica_choices(p.step_problem, p.cluster, s, name, place) for s, p in there)
+    return tuple(text for text in first if all(text in other for other in others))
 
 
 # --- from what was found to a plan
@@ -324,6 +330,21 @@ def _estimates(found: Proposal, taken: _Stages) -> Estimates:
 # --- from a plan to what it means
 
 
+def _read(step: Step, plan: Plan, place: str) -> tuple[Schedule, AnyCluster, Parts]:
+    """A plan's schedule, its cluster, and the step in parts.
+
+    Raises:
+      PlanError: the plan is for another step, or is impossible.
+    """
+    check_is_for(plan, step, place)
+    try:
+        schedule = build_schedule(plan.schedule, len(plan.stages), plan.microbatches, plan.workers)
+        given = from_json(plan.cluster, f"{place}: cluster")
+        return schedule, _ordered(given, plan, place), _parts(step, plan, given.groups[0], place)
+    except InputError as e:
+        raise PlanError(f"{place}: {e}") from e
+
+
 def _ordered(cluster: AnyCluster, plan: Plan, place: str) -> AnyCluster:
     """The cluster that a plan is for, its groups of nodes in the order in which stages stand on them."""
     if not isinstance(cluster, MixedCluster):
@@ -358,7 +379,8 @@ def _parts(step: Step, plan: Plan, first: Cluster, place: str) -> Parts:
         sites, _ = RetentionCodec(fold(flatten(looped(step, count)), marks)).read(plan.retention, place)
     borders = [stage.first_op for stage in plan.stages]
     _check_borders(PipelineStep.of(step, count), borders, place)
-    return Parts.of(step, marks, first, count, sites, borders, pins=pins)
+    decided = tuple(zip(*(apart(step, sharding) for sharding in plan.shardings), strict=True))
+    return Parts.of(step, marks, first, count, sites, borders, pins=pins, decided=decided)
 
 
 def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> None:

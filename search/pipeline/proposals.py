@@ -88,6 +88,7 @@ class Parts:
         clock: SearchClock = PROCESSOR,
         most_layers: int = MAX_LAYERS,
         pins: Mapping[str, Any] = NO_PINS,
+        decided: Sequence[Any] = (),
     ) -> "Parts":
         """Makes a step ready.
 
@@ -101,9 +102,12 @@ class Parts:
           clock: by which searches for it go.
           most_layers: of how many layers it may be made.
           pins: the specs in which arguments must rest.
+          decided: per argument, what a plan decides of it; by default nothing is decided.
         """
         device = cluster.device
-        problem = StepProblem.of(looped(step, count), marks, device, sites, clock=clock, as_run=as_tasks)
+        problem = StepProblem.of(
+            looped(step, count), marks, device, sites, clock=clock, as_run=as_tasks, decided=decided
+        )
         clock.spend(PARTS_S * len(problem.graph.folded.program.ops))
         return cls(problem, cluster, borders, most_layers=most_layers, pins=pins)
 

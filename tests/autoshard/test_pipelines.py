@@ -1,6 +1,7 @@
 """`parallelize(stages=...)`: a step that trains as a pipeline, and what is said where it cannot."""
 
 import functools
+import json
 import pickle
 import time
 from dataclasses import replace
@@ -149,6 +150,63 @@ def test_without_a_pin_state_that_only_the_update_reads_is_split_over_replicas()
 def test_what_cannot_be_pinned_on_stages_is_said(options, said):
     with pytest.raises(InputError, match=said.replace("[", "\\[").replace("]", "\\]")):
         autoshard.parallelize(momentum, stages=2, **options)(*of_momentum())
+
+
+# --- the choices of a decision
+
+
+OF_A_PRODUCT = {
+    "P(), P() -> P()",
+    "P('data'), P() -> P('data')",
+    "P(None, 'data'), P('data') -> P(unreduced={'data'})",
+    "P(), P(None, 'data') -> P(None, 'data')",
+}
+
+
+def scanned(w, x):
+    """A step of layers in a loop."""
+
+    def loss(w):
+        y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, w)
+        return jnp.mean(y**2)
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize(("step", "executor"), [(momentum, "mpmd"), (scanned, "spmd")])
+def test_a_pipelines_decision_has_the_choices_of_one_programs(step, executor):
+    args = of_momentum() if step is momentum else (jnp.ones((2, 16, 16)), jnp.ones((8, 16)))
+    plan = autoshard.search(
+        step,
+        *args,
+        cluster="8xCPU",
+        stages=2,
+        microbatches=2,
+        mesh=(1, 4),
+        executor=executor,
+        schedule="gpipe",
+    )
+    name, total = (
+        "forward dot_general",
+        next(n for n in plan.shardings[0].ops if n.startswith("backward carry")),
+    )
+    assert {*autoshard.choices(step, *args, plan=plan, name=name)} == OF_A_PRODUCT
+    sums = autoshard.choices(step, *args, plan=plan, name=total)
+    assert plan.shardings[0].ops[total] in sums
+    assert not any("unreduced" in text for text in sums), "no program hands on the terms of a sum"
+
+
+def test_each_choice_of_a_pipelines_decision_can_be(tmp_path):
+    state, x = of_momentum()
+    shapes = dict(cluster="8xCPU", stages=2, microbatches=2, mesh=(1, 4), schedule="1f1b")
+    plan = autoshard.search(momentum, state, x, **shapes)
+    data, name = plan.to_json(), "state['m'][0]"
+    for text in autoshard.choices(momentum, state, x, plan=plan, name=name):
+        data["shardings"][0]["arguments"][name] = text
+        (path := tmp_path / "plan.json").write_text(json.dumps(data))
+        step = autoshard.parallelize(momentum, plan=path)
+        spec = step.in_shardings(state, x)[0]["m"][0].spec
+        assert str(spec).replace(",)", ")") == text
 
 
 # --- arguments that are given up
