@@ -339,7 +339,8 @@ class DecisionCodec:
                 section="a-wrong-name",
             )
         texts = self.texts(named[name])
-        return tuple(texts if kept is None else (texts[strategy] for strategy in kept[named[name]]))
+        left = range(len(texts)) if kept is None else map(int, kept[named[name]])
+        return tuple(texts[strategy] for strategy in left)
 
 
 def _why_not(spec: Spec, shape: tuple[int, ...]) -> str:
