@@ -7,17 +7,17 @@ from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 
-from autoshard import compiled_peaks, keywords, lowerings, option_types, pipelines, planning
+from autoshard import compiled_peaks, lowerings, option_types, pipelines, planning
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.executors.jit import Program
-from autoshard.parallelized import Parallelized, Request
+from autoshard.keywords import told_apart
+from autoshard.options import IN_DOUBT, Options, among
+from autoshard.parallelized import Parallelized
 from autoshard.pins import Pins, Rested
-from autoshard.pipelines import Stages
-from autoshard.planning import IN_DOUBT, Asked
 from autoshard.progress import Progress, narrated
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
@@ -69,7 +69,8 @@ def search(
         "data" and "model" (two), "replica", "data" and "model" (three).
       pin: fixed specs of arguments by pytree path, e.g. `{"params['emb']": P("model")}`. A spec is a `PartitionSpec` or a
         plan's text, `"P('model')"`. A path as `print(plan)` folds it, `"['layers'][*]['w*']"`, pins every argument that
-        it matches. A `Plan` pins all arguments that its step shares with this one.
+        it matches. A `Plan` of one program pins all arguments that its step shares with this one. With stages, a spec
+        is for the devices of a replica, with axes "data" and "model".
       state: pytree paths of arguments, or of parts of them, that come back as results and are donated. By default they are
         derived from structure and dataflow; a warning names large arguments that are in doubt.
       remat: "never" recomputes only the parts that the step itself marks (`jax.checkpoint`). By default, if memory is
@@ -122,53 +123,33 @@ def search(
       >>> search(step, w, x, cluster="8xH100-80GB").num_devices
       8
     """
-    call, own = _told_apart(
-        "search",
-        step,
-        abstract_args,
-        abstract_kwargs,
-        memory=memory,
-        mesh=mesh,
-        pin=pin,
-        state=state,
-        remat=remat,
-        stages=stages,
-        schedule=schedule,
-        microbatches=microbatches,
-        executor=executor,
-        offload=offload,
-        time_limit_s=time_limit_s,
-        verify=verify,
-        target_config=target_config,
-        progress=progress,
-    )
-    hardware = parse_hardware(cluster)
-    asked = Asked.of(own)
-    wanted = pipelines.asked_for(
-        own["stages"], own["schedule"], own["executor"], is_open=pipelines.leaves_open(asked)
-    )
-    if wanted is not None:
-        pipelines.refuse(pin=asked.pin or None, offload=asked.offload)
-    with narrated(step_name(step), "tracing", own["progress"]) as tell:
-        traced = _traced(call, hardware, own["state"])
-        return _found(traced, hardware, wanted, asked, tell).plan
+    keywords = among(locals())
+    hardware = parse_hardware(keywords.pop("cluster"))
+    call, own = _told_apart("search", step, abstract_args, abstract_kwargs, **keywords)
+    options = Options.of(own)
+    if pipelines.are_allowed(options):
+        pipelines.refuse(offload=options.offload)
+    with narrated(step_name(step), "tracing", options.progress) as tell:
+        traced = _traced(call, hardware, options.state)
+        return _found(traced, hardware, options, tell).plan
 
 
 def _found(
-    step: Step, hardware: AnyCluster, wanted: Stages | None, asked: Asked, progress: Progress
+    step: Step, hardware: AnyCluster, options: Options, progress: Progress
 ) -> SearchResult | Pipeline | SpmdPipeline:
     """One program or a pipeline; the faster one if both are allowed."""
     if isinstance(hardware, MixedCluster):
-        across = pipelines.across_kinds(hardware, wanted)
-        return pipelines.searched(step, hardware, across, asked, progress)
-    if wanted is not None and wanted.count is not None:
-        return pipelines.searched(step, hardware, wanted, asked, progress)
+        across = pipelines.across_kinds(hardware, options)
+        return pipelines.searched(step, hardware, across, progress)
+    if options.num_stages not in (None, 1):
+        return pipelines.searched(step, hardware, options, progress)
 
     def alone() -> SearchResult:
-        options = planning.options(step, hardware, asked)
-        return compiled_peaks.one_program(step, hardware, options, asked, progress)
+        of_one = planning.options(step, hardware, options)
+        return compiled_peaks.one_program(step, hardware, of_one, options, progress)
 
-    return alone() if wanted is None else pipelines.fastest(step, hardware, wanted, asked, alone, progress)
+    is_open = pipelines.are_allowed(options)
+    return pipelines.fastest(step, hardware, options, alone, progress) if is_open else alone()
 
 
 @boundary
@@ -315,7 +296,7 @@ def choices(
     state: Any = None,
     **abstract_kwargs: Any,
 ) -> tuple[str, ...]:
-    """The values that one decision of a plan may be edited to.
+    """The values that one decision of a plan may be edited to; of a pipeline, in each of its shardings.
 
     Args:
       step: the step that the plan was made for.
@@ -327,16 +308,16 @@ def choices(
 
     Raises:
       PlanError: the plan is for another step, or has no decision of this name.
-      InputError: the plan is a pipeline's, or the step is given wrong arguments.
+      InputError: the step is given wrong arguments.
     """
     options = {"plan": plan, "name": name, "state": state}
     call, own = _told_apart("choices", step, abstract_args, abstract_kwargs, **options)
-    given, place = _given("choices", own["plan"])
-    traced = _traced(call, planning.cluster(given, place), own["state"])
-    return planning.choices(traced, given, own["name"], place)
+    given, place = loaded(own["plan"])
+    traced = _traced(call, planning.hardware(given, place), own["state"])
+    return lowerings.choices(traced, given, own["name"], place)
 
 
-class Options(TypedDict, total=False):
+class Keywords(TypedDict, total=False):
     """The options of `parallelize`, as type checkers see them."""
 
     cluster: str | os.PathLike[str] | AnyCluster | None
@@ -370,11 +351,11 @@ class Decorator(Protocol):
 
 
 @overload
-def parallelize[**P, R](step: Callable[P, R], **options: Unpack[Options]) -> Parallelized[P, R]: ...
+def parallelize[**P, R](step: Callable[P, R], **options: Unpack[Keywords]) -> Parallelized[P, R]: ...
 
 
 @overload
-def parallelize(step: None = None, **options: Unpack[Options]) -> Decorator: ...
+def parallelize(step: None = None, **options: Unpack[Keywords]) -> Decorator: ...
 
 
 @boundary
@@ -450,63 +431,36 @@ def parallelize(
       >>> @parallelize(memory="70GiB")  # doctest: +SKIP
       ... def train_step(state, batch): ...
     """
-    options: dict[str, Any] = {
-        "cluster": cluster,
-        "memory": memory,
-        "mesh": mesh,
-        "pin": pin,
-        "state": state,
-        "donate": donate,
-        "remat": remat,
-        "stages": stages,
-        "schedule": schedule,
-        "microbatches": microbatches,
-        "executor": executor,
-        "offload": offload,
-        "plan": plan,
-        "like": like,
-        "time_limit_s": time_limit_s,
-        "verify": verify,
-        "devices": devices,
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "progress": progress,
-    }
-    option_types.check(**options)
+    keywords = among(locals())
+    option_types.check(**keywords)
     if step is None:
-        return functools.partial(parallelize, **options)
+        return functools.partial(parallelize, **keywords)
     if isinstance(step, Parallelized):
         raise InputError(f"the step {step.__name__!r} is parallelized already; decorate it once")
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
-    decided = {"memory": memory, "mesh": mesh, "pin": pin, "remat": remat, "offload": offload}
+    options = Options.of(keywords)
     if plan is not None:
-        counts = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "executor": executor}
-        _refuse_beside("plan", cluster=cluster, **decided, **counts, like=like)
+        decided = (
+            "cluster",
+            "memory",
+            "mesh",
+            "pin",
+            "remat",
+            "offload",
+            "stages",
+            "schedule",
+            "microbatches",
+        )
+        _refuse_beside("plan", options, *decided, "executor", "like")
     if like is not None:
-        _refuse_beside("like", cluster=cluster, mesh=mesh)
+        _refuse_beside("like", options, "cluster", "mesh")
     given = None if plan is None else loaded(plan)
-    asked = Asked.of(options)
-    is_open = pipelines.leaves_open(asked, donate=donate, like=like, plan=plan)
-    pipeline = pipelines.asked_for(stages, schedule, executor, is_open)
-    is_asked = pipeline is not None and pipeline.always
+    is_asked = pipelines.are_allowed(options) and stages is not None
     if is_asked or (given is not None and given[0].is_pipeline):
-        pipelines.refuse(pin=pin or None, offload=offload, donate=donate, like=like)
+        pipelines.refuse(offload=offload, like=like)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given("like=", like)[0])
-    request = Request(
-        asked,
-        pipeline,
-        cluster,
-        state,
-        donate,
-        given,
-        shared,
-        devices,
-        static_argnums,
-        static_argnames,
-        progress,
-    )
-    return Parallelized(step, request)
+    return Parallelized(step, options, given, shared)
 
 
 def _given(reader: str, plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
@@ -526,9 +480,9 @@ def loaded(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return Plan.load(plan), str(plan)
 
 
-def _refuse_beside(decider: str, **options: Any) -> None:
+def _refuse_beside(decider: str, options: Options, *names: str) -> None:
     """Refuses options that `plan=` or `like=` (the decider) has decided already."""
-    if said := [name for name, value in options.items() if value is not None]:
+    if said := [name for name in names if getattr(options, name) is not None]:
         raise InputError(
             f"{decider}= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out "
             f"{decider}= to search again"
@@ -547,7 +501,7 @@ def _told_apart(
         raise InputError(f"{function} wants a step, which is a function, got {type(step).__name__}")
     callee, owner = (step.callee, step.owner) if isinstance(step, Parallelized) else (Callee.of(step), ())
     args = (*owner, *args)
-    kwargs, own = keywords.told_apart(function, callee, len(args), kwargs, options)
+    kwargs, own = told_apart(function, callee, len(args), kwargs, options)
     return callee.call(args, kwargs, is_bound=bool(owner)), own
 
 

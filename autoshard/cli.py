@@ -165,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     search.add_argument(
         "--time-limit",
+        dest="time_limit_s",
         type=argument_parser.seconds,
         metavar="S",
         help="processor seconds for the search; default: a fixed amount of work",

@@ -7,8 +7,9 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -20,8 +21,9 @@ from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.whole_file import destination, write_whole
 from autoshard.display import shown
-from autoshard.pipelines import asked_for
-from autoshard.planning import Asked, limit_bytes
+from autoshard.options import Options, among
+from autoshard.pipelines import are_allowed
+from autoshard.planning import limit_bytes
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.pipeline import timeline
 from autoshard.search.plan.plan import Plan
@@ -40,42 +42,24 @@ def search(options: argparse.Namespace) -> int:
     """Plans a step."""
     if options.out is not None:
         _check_writable(options.out, "--out")
-    hardware, pins = _checked(options), _pins(options.pin)
+    keywords = among(vars(options)) | {"pin": _pins(options.pin)}
+    keywords["cluster"] = _checked(keywords)
     with shown() as progress, contextlib.redirect_stdout(sys.stderr):
         progress(f"loading {options.target}")
         with target(options.target) as (step, args), terminal.native_stdout_dropped():
-            searched = functools.partial(
-                api.search,
-                step,
-                *args,
-                cluster=hardware,
-                memory=options.memory,
-                mesh=options.mesh,
-                pin=pins,
-                state=options.state,
-                remat=options.remat,
-                stages=options.stages,
-                schedule=options.schedule,
-                microbatches=options.microbatches,
-                executor=options.executor,
-                offload=options.offload,
-                time_limit_s=options.time_limit,
-                verify=options.verify,
-                target_config=options.target_config,
-                progress=progress,
-            )
+            searched = functools.partial(api.search, step, *args, **keywords, progress=progress)
             plan = terminal.interruptible(searched)
     if options.out is not None:
         plan.save(options.out)
     return _print(plan, options.json)
 
 
-def _checked(options: argparse.Namespace) -> AnyCluster:
+def _checked(keywords: Mapping[str, Any]) -> AnyCluster:
     """The cluster, once all options that need no step are checked: the step may load and be traced slowly."""
-    hardware = parse_hardware(options.cluster)
-    limit_bytes(hardware, Asked(options.memory))
-    asked_for(options.stages, options.schedule, options.executor)
-    target_config_text(options.target_config)
+    hardware, asked = parse_hardware(keywords["cluster"]), Options.of(keywords)
+    limit_bytes(hardware, asked)
+    are_allowed(asked)
+    target_config_text(asked.target_config)
     return hardware
 
 
@@ -128,8 +112,6 @@ def _read(path: str) -> Plan:
 
 def _check_is_of(plan: Plan, options: argparse.Namespace) -> None:
     """Refuses options that a plan of this kind does not have."""
-    if plan.is_pipeline and options.choices is not None:
-        raise InputError(f"{options.plan} is a pipeline's plan: --choices is for those of one program")
     if not plan.is_pipeline and (options.timeline or options.trace):
         raise InputError(
             f"{options.plan} is a plan of one program: there is no schedule of a pipeline to draw"

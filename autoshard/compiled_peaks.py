@@ -3,8 +3,8 @@
 A predicted peak may be wrong by a third (`search.plan.peak_band`), so a plan that keeps to its cap by prediction may not
 fit. XLA's GPU compiler knows the true peak. `kept` asks it, in a process beside this one: for each plan whose error band
 crosses the cap (`verify="auto"`), for each plan (`"always"`), or for none (`"never"`). If the compiled peak exceeds the cap,
-the search goes on under a limit that is lower by the overshoot (`search.tightening`), until a compiled plan keeps to the
-cap or nothing does.
+the search goes on under a lower limit (`autoshard.limits`), until a compiled plan keeps to the cap or nothing does. Of the
+plans that do, the fastest counts.
 
 The searches know nothing of the compiler. A `Judge` is a function from a plan to its `Judgement`, and `kept` wraps any
 search that takes a limit. One loop judges programs, pipelines, and programs that attached GPUs compile anyway.
@@ -15,6 +15,7 @@ such: its estimates have no compiled peak. A plan that was compiled to more than
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
@@ -26,14 +27,14 @@ from autoshard.cost_model.units import format_bytes
 from autoshard.cost_model.xla.compiler import can_compile_for
 from autoshard.cost_model.xla.plugin import is_there
 from autoshard.cost_model.xla.process import Compiler
-from autoshard.planning import ALWAYS, NEVER, Asked
+from autoshard.limits import Trial, next_limit
+from autoshard.options import ALWAYS, NEVER, Options
 from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
-from autoshard.search.options import Options
+from autoshard.search.options import Options as SearchOptions
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.plan.peak_band import compiled, may_exceed
-from autoshard.search.tightening import Round, tightened
 from autoshard.user_warning import warn
 from autoshard.verification.extrapolation import is_long
 from autoshard.verification.judge import CompilerVerifier, Proof, target_config_text
@@ -42,8 +43,8 @@ Verify = Callable[[CompilerVerifier, Any, bool], Proof]
 """Verifies a plan on its step."""
 
 MAX_ROUNDS = 6
-"""Largest number of limits for one cap. Source: docs/benchmarks.md, "Plans under a cap, with the compiler as judge": no cap
-there needed more than two. Bisection between an overshoot of 36% and a limit that nothing fits takes five."""
+"""Largest number of searches for one cap. Source: derived in `tests/autoshard/test_limits.py`. If all plans are compiled to
+36% of the cap more than predicted (`PEAK_BAND`), the fifth fits at the latest. One is left to go half way back."""
 
 NEAR = 0.03
 """Share of the cap: with `verify="always"`, a plan whose extrapolated peak comes this close to the cap is compiled in full.
@@ -124,7 +125,7 @@ class CompilerJudge:
 
 def judge_of(
     cluster: AnyCluster,
-    asked: Asked,
+    asked: Options,
     progress: Progress,
     verify: Verify = CompilerVerifier.verified,
 ) -> CompilerJudge | None:
@@ -142,7 +143,7 @@ def judge_of(
 
 
 def judge_of_pipelines(
-    step: Step, cluster: AnyCluster, asked: Asked, progress: Progress, verify: Verify
+    step: Step, cluster: AnyCluster, asked: Options, progress: Progress, verify: Verify
 ) -> CompilerJudge | None:
     """The judge of a step's pipelines. Stages are not shortened, so that it takes minutes to compile those of a long step:
     they are judged only if the user asks for that."""
@@ -150,7 +151,11 @@ def judge_of_pipelines(
 
 
 def one_program(
-    step: Step, cluster: Cluster, options: Options, asked: Asked, progress: Progress = lambda line: None
+    step: Step,
+    cluster: Cluster,
+    options: SearchOptions,
+    asked: Options,
+    progress: Progress = lambda line: None,
 ) -> SearchResult:
     """Searches for the fastest program that fits, as compiled if the user's `verify=` says so.
 
@@ -184,7 +189,7 @@ def kept[F: Any](
     is_asked: bool = True,
     time_limit_s: float | None = None,
 ) -> F:
-    """The first plan that keeps to the cap as compiled; or that need not be compiled, or cannot be.
+    """The fastest plan found that keeps to the cap as compiled; or that need not be compiled, or cannot be.
 
     Args:
       search: the fastest plan under a limit in bytes, which may be lower than the cap, within a time limit.
@@ -204,16 +209,35 @@ def kept[F: Any](
     if judge is None:
         return search(cap_bytes, time_limit_s, progress)
     rounds = _Rounds(search, judge, cap_bytes, progress, is_asked, time_limit_s)
-    for latest in tightened(rounds.propose, cap_bytes, MAX_ROUNDS):
-        found, judgement = latest.proposal
-        if judgement is None or judgement.fits:
-            return rounds.finished(found, judgement)
-        rounds.misfits.append(judgement)
-    raise rounds.nothing_fits()
+    while (limit_bytes := rounds.next_limit) is not None:
+        rounds.all.append(rounds.under(limit_bytes))
+    return rounds.fastest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Round[F: Any]:
+    """A search, and the judgement of its plan.
+
+    Attributes:
+      trial: the limit, and what became of the plan.
+      found: the plan; None if nothing fits the limit.
+      judgement: the compiler's; None if the plan was not compiled.
+      is_final: whether the compiler cannot be asked about it, so that nothing more is learned.
+    """
+
+    trial: Trial
+    found: F | None = None
+    judgement: Judgement | None = None
+    is_final: bool = False
+
+    @property
+    def search_s(self) -> Mapping[str, float]:
+        """Seconds of the search by part; empty without a plan."""
+        return {} if self.found is None else self.found.plan.search_s
 
 
 class _Rounds[F: Any]:
-    """The plans of a search that were judged so far."""
+    """The searches for one cap."""
 
     def __init__(
         self,
@@ -226,8 +250,7 @@ class _Rounds[F: Any]:
     ) -> None:
         self.search, self.judge, self.cap_bytes = search, judge, cap_bytes
         self.progress, self.is_asked, self.time_limit_s = progress, is_asked, time_limit_s
-        self.found: list[F] = []
-        self.misfits: list[Judgement] = []
+        self.all: list[_Round[F]] = []
         self.refusals: list[InfeasibleError] = []
         self.compiler_s, self.start_s = 0.0, perf_counter()
 
@@ -241,40 +264,68 @@ class _Rounds[F: Any]:
         """Whether no time is left."""
         return self.left_s is not None and self.left_s <= 0
 
-    def propose(self, limit_bytes: float, _: object) -> Round[tuple[F, Judgement | None]] | None:
-        """The fastest plan under a limit, judged; None if nothing fits the limit.
+    @property
+    def misfits(self) -> list[Judgement]:
+        """The judgements of plans that do not fit."""
+        return [one.judgement for one in self.all if one.judgement is not None and not one.judgement.fits]
+
+    @property
+    def fitting(self) -> list[_Round[F]]:
+        """The rounds whose plan fits, the fastest first."""
+        return sorted((one for one in self.all if one.trial.fits), key=lambda one: one.trial.step_s)
+
+    @property
+    def next_limit(self) -> float | None:
+        """The limit of the next search; None if there is none, or no time for it."""
+        if self.all and (self.is_over or self.all[-1].is_final or len(self.all) == MAX_ROUNDS):
+            return None
+        return next_limit([one.trial for one in self.all], self.cap_bytes)
+
+    def under(self, limit_bytes: float) -> _Round[F]:
+        """A search, and the judgement of its plan.
 
         Raises:
-          InfeasibleError: nothing fits the cap itself, or no time is left to search under a lower limit.
+          InfeasibleError: nothing fits the cap itself.
         """
-        if not self.misfits:
-            limit_s = self.time_limit_s
-        elif self.is_over:
-            raise self.nothing_fits()
-        else:
-            limit_s = self.left_s
-        if any(limit_bytes < e.smallest_bytes < float("inf") for e in self.refusals):
-            return None
+        limit_s = self.left_s if self.all else self.time_limit_s
+        nothing = _Round[F](Trial(limit_bytes))
+        if any(limit_bytes < e.smallest_bytes < inf for e in self.refusals):
+            return nothing
         try:
             found = self.search(int(limit_bytes), limit_s, self._telling())
         except InfeasibleError as e:
-            if not self.misfits:
+            if not self.all:
                 raise
             self.refusals.append(e)
-            return None
-        found = replace(found, plan=replace(found.plan, memory_bytes=self.cap_bytes))
-        self.found.append(found)
-        judgement = self._judged(found)
-        if judgement is None:
-            return Round((found, None), limit_bytes, 0.0)
-        scale = self.cap_bytes / judgement.cap_bytes  # some devices of a mixed cluster have less
-        peaks_bytes = scale * judgement.predicted_bytes, scale * judgement.compiled_bytes
-        return Round((found, judgement), *peaks_bytes)
+            return nothing
+        return self._judged(
+            limit_bytes, replace(found, plan=replace(found.plan, memory_bytes=self.cap_bytes))
+        )
 
-    def _judged(self, found: F) -> Judgement | None:
-        """The judgement of a plan that has to be compiled; None if it need not, or could not."""
-        if not (self.is_asked or may_exceed(fullness(found), 1.0)):
-            return None
+    def _judged(self, limit_bytes: float, found: F) -> _Round[F]:
+        """A plan that was found, judged if it has to be."""
+        estimates, gap = found.plan.estimates, found.plan.gap or 0.0
+        peaks_bytes = (estimates.peak_bytes, estimates.peak_bytes)
+        trial = Trial(limit_bytes, not self.fitting, *peaks_bytes, estimates.step_s, gap)
+        if not self._is_in_doubt(found):
+            return _Round(trial, found)
+        judgement = self._judgement(found)
+        if judgement is None:
+            return _Round(trial, found, is_final=True)
+        scale = self.cap_bytes / judgement.cap_bytes  # some devices of a mixed cluster have less
+        predicted_bytes, compiled_bytes = scale * judgement.predicted_bytes, scale * judgement.compiled_bytes
+        sizes = {"predicted_bytes": predicted_bytes, "compiled_bytes": compiled_bytes}
+        return _Round(replace(trial, fits=judgement.fits, **sizes), found, judgement)
+
+    def _is_in_doubt(self, found: F) -> bool:
+        """Whether a plan has to be compiled. It need not be if one that fits is as fast. After a plan that does not fit, the
+        error band is not believed."""
+        if self.fitting and self.fitting[0].trial.step_s <= found.plan.estimates.step_s:
+            return False
+        return self.is_asked or bool(self.misfits) or may_exceed(fullness(found), 1.0)
+
+    def _judgement(self, found: F) -> Judgement | None:
+        """The compiler's judgement of a plan; None if there is no time for it, or it failed unasked."""
         if not self.is_asked and self.is_over:
             self.progress("not compiled, as the time limit is over")
             return None
@@ -293,23 +344,31 @@ class _Rounds[F: Any]:
         """Progress lines that give the reason for another round."""
         if not self.misfits:
             return self.progress
-        why = f"round {len(self.misfits) + 1}, as {self.misfits[-1]}"
+        why = f"round {len(self.all) + 1}, as {self.misfits[-1]}"
         return lambda line: self.progress(f"{line} ({why})")
 
-    def finished(self, found: F, judgement: Judgement | None) -> F:
-        """The plan to return, with its compiled peak, the bound of the search under the cap itself, and all seconds."""
+    def fastest(self) -> F:
+        """The fastest plan that fits, with its compiled peak, the bound of the search under the cap itself, and all seconds.
+
+        Raises:
+          InfeasibleError: no plan fits as compiled.
+        """
+        if not self.fitting:
+            raise self._nothing_fits()
+        best = self.fitting[0]
+        found: Any = best.found
         if self.misfits:
             warn(f"{self.misfits[-1]}: it was searched again, under a lower limit")
-            found = _certified(found, self.found[0])
+            found = _certified(found, self.all[0].found)
         search_s = dict(found.plan.search_s)
         if self.compiler_s:
             search_s["compiler"] = self.compiler_s
-        if len(self.found) > 1:
-            search_s["rounds before"] = sum(_searched_s(one.plan.search_s) for one in self.found[:-1])
-        plan = compiled(found.plan, None if judgement is None else judgement.compiled_bytes)
+        if len(self.all) > 1:
+            search_s["other rounds"] = sum(_searched_s(one.search_s) for one in self.all if one is not best)
+        plan = compiled(found.plan, None if best.judgement is None else best.judgement.compiled_bytes)
         return replace(found, plan=replace(plan, search_s=search_s))
 
-    def nothing_fits(self) -> InfeasibleError:
+    def _nothing_fits(self) -> InfeasibleError:
         """The error after the last round."""
         smallest = min(self.misfits, key=lambda one: one.compiled_bytes / one.cap_bytes)
         smallest_bytes = self.cap_bytes * smallest.compiled_bytes / smallest.cap_bytes

@@ -41,28 +41,38 @@ class Lowering:
       emit: the programs on these devices, in the order of the cluster.
       run: the executable; as `emit`, with a callback for new traces and the arguments that are donated besides the state.
       verify: verifies the programs; the flag asks for all of the equal blocks.
+      choices: all that a decision of a plan can be: of a step, a plan, the decision's name and the plan's name in messages.
     """
 
     apply: Callable[[Step, Plan, str], Found]
     emit: Callable[[Any, AnyCluster, Sequence[Any]], Emitted]
     run: Callable[[Any, AnyCluster, Sequence[Any], Callable[[], None], AbstractSet[int]], Runnable]
     verify: Callable[[CompilerVerifier, Any, bool], Proof]
+    choices: Callable[[Step, Plan, str, str], tuple[str, ...]]
 
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
-        JIT: Lowering(planning.applied, programs.emitted, programs.applied, CompilerVerifier.verified),
+        JIT: Lowering(
+            planning.applied,
+            programs.emitted,
+            programs.applied,
+            CompilerVerifier.verified,
+            planning.choices,
+        ),
         MPMD: Lowering(
             planning.as_planned(mpmd_planning.apply),
             programs.emitted_per_stage,
             programs.run_per_stage,
             pipeline_judge.verified_per_stage,
+            mpmd_planning.choices,
         ),
         SPMD: Lowering(
             planning.as_planned(spmd_planning.apply),
             programs.emitted_for_all,
             programs.run_for_all,
             pipeline_judge.verified_for_all,
+            spmd_planning.choices,
         ),
     }
 )
@@ -81,6 +91,15 @@ def applied(step: Step, plan: Plan, place: str) -> Found:
       InfeasibleError: what it decides does not fit its memory cap.
     """
     return LOWERINGS[plan.executor].apply(step, plan, place)
+
+
+def choices(step: Step, plan: Plan, name: str, place: str) -> tuple[str, ...]:
+    """All that a decision of a plan can be.
+
+    Raises:
+      PlanError: the plan is for another step, or decides nothing under this name.
+    """
+    return LOWERINGS[plan.executor].choices(step, plan, name, place)
 
 
 def verified(verifier: CompilerVerifier, found: Found, full: bool) -> Proof:

@@ -18,9 +18,8 @@ import numpy as np
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.mixed_cluster import MixedCluster
+from autoshard.options import ALWAYS, AUTO, IN_DOUBT, NEVER
 from autoshard.parallelized import Parallelized
-from autoshard.pipelines import AUTO
-from autoshard.planning import ALWAYS, IN_DOUBT, NEVER
 from autoshard.search.plan.plan import Plan
 
 MAX_SHOWN = 60

@@ -10,7 +10,7 @@ A call whose signature is known runs its program without planning (`autoshard.si
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -32,16 +32,15 @@ from autoshard.creation import Creation, Number
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_program import PipelineProgram
 from autoshard.executors.transfers import spread
+from autoshard.options import Options
 from autoshard.pins import ANYWHERE, Rested, as_in, resting_like
-from autoshard.pipelines import Stages
-from autoshard.planning import Asked
 from autoshard.processes import Processes
 from autoshard.progress import Progress, narrated
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import step_name
-from autoshard.search.options import Options
+from autoshard.search.options import Options as SearchOptions
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.text_table import plural
 from autoshard.signatures import Known, format_type, is_for, static_of, type_of
@@ -60,37 +59,6 @@ TRANSFORMATIONS = MappingProxyType(
     }
 )
 """Where a call happens, by the type of the arguments that it is given there (JAX 0.11 and 0.12)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The options of `parallelize`.
-
-    Attributes:
-      asked: the options of the search.
-      pipeline: the pipeline that the user asks for, or allows.
-      cluster: the hardware; None for the attached devices.
-      state: arguments that come back as results, where the step does not make that evident.
-      donate: other arguments that are donated.
-      plan: a given plan and its name in messages; the step is then not searched.
-      like: a step, or the resting state of a plan, that shares this step's state.
-      devices: the devices to run on; None for those of `like`, or else all of JAX's.
-      static_argnums: as for `jax.jit`.
-      static_argnames: as for `jax.jit`.
-      progress: called with the stages of long calls.
-    """
-
-    asked: Asked
-    pipeline: Stages | None = None
-    cluster: Any = None
-    state: str | Sequence[str] | None = None
-    donate: str | Sequence[str] | None = None
-    plan: tuple[Plan, str] | None = None
-    like: "Parallelized[..., Any] | Rested | None" = None
-    devices: Sequence[Any] | None = None
-    static_argnums: int | Iterable[int] | None = None
-    static_argnames: str | Iterable[str] | None = None
-    progress: Progress | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +102,25 @@ class Parallelized[**P, R]:
     """A training step that runs on many devices; made by `parallelize`. `P` and `R` are the parameters and the results of
     the function that it was made of."""
 
-    def __init__(self, step: Callable[P, R], request: Request) -> None:
+    def __init__(
+        self,
+        step: Callable[P, R],
+        options: Options,
+        given: tuple[Plan, str] | None = None,
+        like: "Parallelized[..., Any] | Rested | None" = None,
+    ) -> None:
+        """Waits for the first call.
+
+        Args:
+          step: the training step.
+          options: the user's options.
+          given: the plan that `options.plan` names, and its name in messages; the step is then not searched.
+          like: the step, or the resting state of the plan, that `options.like` names.
+        """
         functools.update_wrapper(self, step, updated=())
         self.__name__: str = step_name(step)
-        self.callee = Callee.of(step, request.static_argnums, request.static_argnames)
-        self._request = request
+        self.callee = Callee.of(step, options.static_argnums, options.static_argnames)
+        self._options, self._given_plan, self._shared = options, given, like
         self._planned: list[_Planned] = []
         """In the order of planning; bound methods share this list, and `_ran`."""
         self._ran: list[_Planned] = []
@@ -197,7 +179,9 @@ class Parallelized[**P, R]:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parallelized[P, R]":
         """One that is not planned yet: the step may be a method, and plans are of the object that it had."""
-        again = Parallelized(copy.deepcopy(self.callee.step, memo), self._request)
+        again = Parallelized(
+            copy.deepcopy(self.callee.step, memo), self._options, self._given_plan, self._shared
+        )
         again._owner = copy.deepcopy(self._owner, memo)
         return again
 
@@ -424,7 +408,7 @@ class Parallelized[**P, R]:
             self._plain.add(planned)
 
     def _narrated(self, first: str) -> AbstractContextManager[Progress]:
-        return narrated(self.__name__, first, self._request.progress)
+        return narrated(self.__name__, first, self._options.progress)
 
     def _searched(self, call: Call, signature: Any, tell: Progress) -> _Planned:
         tracer = next(filter(_jax.is_tracer, jax.tree.leaves(call.positional)), None)
@@ -435,8 +419,7 @@ class Parallelized[**P, R]:
                 "it was made of, and parallelize the result"
             )
         devices, hardware = self._devices(), self._hardware()
-        request = self._request
-        if request.plan is None and hardware.num_devices > len(devices):
+        if self._given_plan is None and hardware.num_devices > len(devices):
             raise InputError(
                 f"the cluster {hardware.name} has {hardware.num_devices} devices, and there are {len(devices)} to run on. "
                 "Leave cluster= out to plan for these, or use search to plan for others"
@@ -454,7 +437,7 @@ class Parallelized[**P, R]:
     def _traced(self, call: Call, hardware: AnyCluster, devices: Sequence[Any]) -> Step:
         """The step as this call gives it arguments. A call that the step's own signature refuses fails as the step does."""
         try:
-            return planning.traced(call.step, hardware, call.args, call.kwargs, self._request.state, devices)
+            return planning.traced(call.step, hardware, call.args, call.kwargs, self._options.state, devices)
         except InputError as e:
             if isinstance(e.__cause__, TypeError) and self.callee.refusal(*call.whole) is not None:
                 raise e.__cause__ from None
@@ -469,7 +452,7 @@ class Parallelized[**P, R]:
         tell: Progress,
     ) -> tuple[Step, Plan, Program | PipelineProgram]:
         """The traced step (rewritten as its plan says), its plan and its program."""
-        given_up = planning.arguments_of(traced, self._request.donate)
+        given_up = planning.arguments_of(traced, self._options.donate)
         if given is not None:
             found = lowerings.applied(traced, *given)
             return self._running(traced, found, hardware, devices, given_up)
@@ -477,23 +460,23 @@ class Parallelized[**P, R]:
         asked = self._asked(traced)
 
         def alone() -> programs.Built:
-            options = self._options(traced, cluster, asked)
+            options = self._of_one_program(traced, cluster, asked)
             return programs.searched(
                 traced, cluster, options, devices, placing.retraced, tell, given_up, asked
             )
 
-        processes, wanted = Processes.of(devices), self._pipeline
+        processes = Processes.of(devices)
         if isinstance(hardware, MixedCluster):
-            across = pipelines.across_kinds(hardware, wanted)
-            found = pipelines.searched(traced, hardware, across, asked, tell, processes)
-        elif wanted is None:
+            across = pipelines.across_kinds(hardware, asked)
+            found = pipelines.searched(traced, hardware, across, tell, processes)
+        elif not pipelines.are_allowed(asked):
             found = alone()
-        elif wanted.count is None:
-            found = pipelines.fastest(traced, cluster, wanted, asked, alone, tell, processes)
+        elif asked.num_stages is None:
+            found = pipelines.fastest(traced, cluster, asked, alone, tell, processes)
         elif self._planned:
-            found = pipelines.found_or_alone(traced, cluster, wanted, asked, alone, tell, processes)
+            found = pipelines.found_or_alone(traced, cluster, asked, alone, tell, processes)
         else:
-            found = pipelines.searched(traced, hardware, wanted, asked, tell, processes)
+            found = pipelines.searched(traced, hardware, asked, tell, processes)
         if isinstance(found, programs.Built):
             return found.found.step, found.plan, found.program
         return self._running(traced, found, hardware, devices, given_up)
@@ -531,38 +514,40 @@ class Parallelized[**P, R]:
             what = what if types[i][0] != latest.types[i][0] else "type"
             name, new, old = traced.arguments[i].name, format_type(types[i]), format_type(latest.types[i])
             leaf = f" ({name} is {new}, and was {old})"
-        where = "" if self._pipeline else ", with the state where it is"
+        where = "" if self._is_pipeline else ", with the state where it is"
         return f"the arguments of {self.__name__} changed in {what}{leaf}; planning once for the new ones too{where}"
 
     @property
-    def _pipeline(self) -> Stages | None:
-        """The pipeline that the user asks for, or allows. Unless the user names a number of stages, a first or given plan
-        decides: later searches take its number of stages, or no pipeline."""
-        asked = self._request.pipeline
-        first = self._planned[0].plan if self._planned else self._given
-        if asked is not None and asked.count is not None:
-            return asked
-        if first is not None and first.is_pipeline:
-            return Stages(len(first.stages), first.schedule, first.executor)
-        return asked if first is None else None
+    def _first(self) -> Plan | None:
+        """The plan of the first call, or the given one."""
+        return self._planned[0].plan if self._planned else self._given
 
-    def _asked(self, traced: Step) -> Asked:
-        """The options of this search: with a given plan, only its memory cap. For other shapes than the first call's,
-        options that do not suit them are left out."""
-        given = self._given
-        asked = self._request.asked
-        if given is not None:
-            asked = Asked(given.memory_bytes, verify=asked.verify)
+    @property
+    def _is_pipeline(self) -> bool:
+        """Whether the step runs as a pipeline, or may."""
+        return pipelines.are_allowed(self._options) if self._first is None else self._first.is_pipeline
+
+    def _asked(self, traced: Step) -> Options:
+        """The options of this search. A given plan leaves only its memory cap. Unless the user names a number of stages, the
+        first plan's stages are kept. For other shapes than the first call's, options that do not suit them are left out."""
+        asked, first = self._options, self._first
+        if self._given is not None:
+            asked = Options(memory=self._given.memory_bytes, verify=asked.verify)
+        if first is None:
+            return asked
+        if first.is_pipeline and asked.num_stages is None:
+            how = {"schedule": first.schedule, "executor": first.executor}
+            asked = replace(asked, stages=len(first.stages), **how)
+        elif not first.is_pipeline:
+            asked = replace(asked, stages=1, schedule=None, executor=None)
         if not self._planned:
             return asked
-        first = self._planned[0].plan
-        mesh = None if first.is_pipeline else tuple(first.decisions.mesh.values())
-        return planning.suiting(traced, asked, mesh)
+        return planning.suiting(traced, asked, tuple(first.shardings[0].mesh.values()))
 
     def _plan_for(self, traced: Step) -> tuple[Plan, str] | None:
         """A plan that spares the search: the given one, or that of an earlier call with this computation."""
         if not self._planned:
-            return self._request.plan
+            return self._given_plan
         own = planning.fingerprint_of(traced)
         same = (
             p.plan
@@ -571,7 +556,7 @@ class Parallelized[**P, R]:
         )
         return next(((plan, "the plan before") for plan in same), None)
 
-    def _options(self, traced: Step, hardware: Cluster, asked: Asked) -> Options:
+    def _of_one_program(self, traced: Step, hardware: Cluster, asked: Options) -> SearchOptions:
         """The options of the search; after the first plan they keep the layout of the state."""
         like = self._like
         resting = ANYWHERE if like is None else resting_like(traced, like)
@@ -608,35 +593,33 @@ class Parallelized[**P, R]:
 
     @property
     def _like(self) -> Rested | None:
-        like = self._request.like
+        like = self._shared
         return like._rested if isinstance(like, Parallelized) else like
 
     @property
     def _given(self) -> Plan | None:
-        return None if self._request.plan is None else self._request.plan[0]
+        return None if self._given_plan is None else self._given_plan[0]
 
     def _devices(self) -> Sequence[Any]:
-        request = self._request
-        if request.devices is None and isinstance(request.like, Parallelized):
-            return request.like._devices()
-        return list(jax.devices() if request.devices is None else request.devices)
+        devices = self._options.devices
+        if devices is None and isinstance(self._shared, Parallelized):
+            return self._shared._devices()
+        return list(jax.devices() if devices is None else devices)
 
     def _hardware(self) -> AnyCluster:
         """The cluster of the given plan, of `like`, of `cluster=`, or of the attached devices."""
-        request = self._request
-        if request.plan is not None:
-            return planning.hardware(*request.plan)
+        if self._given_plan is not None:
+            return planning.hardware(*self._given_plan)
         if (like := self._like) is not None:
             return planning.cluster(like.plan, "like=")
-        return (
-            attached_hardware(self._devices()) if request.cluster is None else parse_hardware(request.cluster)
-        )
+        cluster = self._options.cluster
+        return attached_hardware(self._devices()) if cluster is None else parse_hardware(cluster)
 
     @property
     def _advice(self) -> str:
         """Advice for a warning about arguments that have to move in each call."""
-        if self._pipeline:
+        if self._is_pipeline:
             return "Each stage of a pipeline has devices of its own: let .init create it there"
-        if self._request.like is not None:
+        if self._shared is not None:
             return "Its arguments differ from those of the step that it is like, or rest on the host there"
         return "If they are another step's state, say so: parallelize(..., like=that_step), or pin= its plan"

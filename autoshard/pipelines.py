@@ -9,7 +9,7 @@ and one time limit.
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol, Self, cast
 
@@ -18,7 +18,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
-from autoshard.planning import ALWAYS, Asked
+from autoshard.options import ALWAYS, AUTO, Options
 from autoshard.processes import ALONE, Processes
 from autoshard.progress import Progress
 from autoshard.search.ir.graph import Step
@@ -33,6 +33,7 @@ from autoshard.search.pipeline.proposals import Parts
 from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.pipeline.spmd_search import SpmdSearch
+from autoshard.search.pipeline.stage_pins import marks_of
 from autoshard.search.pipeline.step_work import StepWork
 from autoshard.search.plan.executors import EXECUTORS, FORMER_NAMES, JIT, MPMD, SPMD
 from autoshard.search.plan.plan import Plan
@@ -41,9 +42,6 @@ from autoshard.user_warning import warn
 
 AnyPipeline = Pipeline | SpmdPipeline
 
-AUTO = "auto"
-"""The value of `stages=` that searches for the best number of stages, or one program, however long that takes."""
-
 LATEST = 1.25
 """Times the time limit: a pipeline is not begun later. One program may have needed all of the limit. Source: the promise
 that a search ends within a quarter of its limit."""
@@ -51,27 +49,6 @@ that a search ends within a quarter of its limit."""
 MUCH_FASTER = 1.3
 """Largest speed-up of one program over a pipeline's microbatches on busy devices: its kernels take more examples at a time.
 Source: a choice of ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """A pipeline that the user asks for, or allows.
-
-    Attributes:
-      count: number of stages; None to search it, and to prefer one program if that is faster.
-      schedule: the name of a schedule family; None to search it.
-      executor: the executor; None for the one with the shorter predicted step.
-      always: whether the search has no time limit unless the user sets one.
-    """
-
-    count: int | None
-    schedule: str | None = None
-    executor: str | None = None
-    always: bool = True
-
-
-WHERE_IT_PAYS = Stages(None, always=False)
-"""The pipeline that a user without `stages=` allows."""
 
 
 class OneProgram(Protocol):
@@ -92,20 +69,14 @@ class OneProgram(Protocol):
         ...
 
 
-def asked_for(
-    stages: int | str | None, schedule: str | None, executor: str | None = None, is_open: bool = False
-) -> Stages | None:
-    """The pipeline that the user asks for, or allows; None for one program.
-
-    Args:
-      stages: the user's `stages=`.
-      schedule: the user's `schedule=`.
-      executor: the user's `executor=`.
-      is_open: whether a pipeline is allowed if `stages` is None.
+def are_allowed(options: Options) -> bool:
+    """True if the user asks for a pipeline, or allows one. Without `stages=`, a mesh, pins, offloading, microbatches and
+    options of another plan mean one program.
 
     Raises:
       InputError: the number of stages or the executor is invalid, or a schedule or an executor is given without stages.
     """
+    stages, executor = options.stages, options.executor
     if executor is not None:
         _check_is_executor(executor)
     if executor == JIT:
@@ -114,21 +85,21 @@ def asked_for(
                 f"executor={JIT!r} is one program, without a pipeline, and stages={stages!r} asks for one. Leave out one of "
                 f"them, or choose {MPMD!r} or {SPMD!r}"
             )
-        return None
-    if stages == AUTO:
-        return Stages(None, schedule, executor)
-    stages = None if stages is None else int(stages)
-    if stages is not None and stages < 1:
+        return False
+    if options.num_stages is not None and options.num_stages < 1:
         raise InputError(f"wanted at least 1 stage, got {stages}")
-    if stages is not None and stages > 1:
-        return Stages(stages, schedule, executor)
-    for name, value in (("schedule", schedule), ("executor", executor)):
+    if stages not in (None, 1):
+        return True
+    for name, value in (("schedule", options.schedule), ("executor", executor)):
         if value is not None:
             raise InputError(
                 f"{name}={value!r} is of a pipeline, and there is none with stages={stages}. Say how many stages, or "
                 f"stages={AUTO!r}"
             )
-    return WHERE_IT_PAYS if is_open and stages is None else None
+    of_one = (options.mesh, options.pin, options.offload, options.microbatches)
+    return stages is None and not any(
+        one is not None for one in (*of_one, options.donate, options.like, options.plan)
+    )
 
 
 def _check_is_executor(name: str) -> None:
@@ -141,33 +112,27 @@ def _check_is_executor(name: str) -> None:
         raise InputError(f"no executor is called {name!r}. Choose one of {known}", section="a-wrong-name")
 
 
-def across_kinds(cluster: MixedCluster, wanted: Stages | None) -> Stages:
-    """The pipeline for several kinds of node, where every plan is a pipeline with a program per stage.
+def across_kinds(cluster: MixedCluster, options: Options) -> Options:
+    """The options for several kinds of node, where every plan is a pipeline with a program per stage.
 
     Raises:
       InputError: the user asks for one program, or for options that only one program has.
     """
-    if wanted is None or wanted.executor == SPMD:
-        only = "executor=" if wanted else "stages=1, pin=, offload=, like=, donate="
+    is_pipeline = are_allowed(options)
+    if not is_pipeline or options.executor == SPMD:
+        only = "executor=" if is_pipeline else "stages=1, offload=, like="
         raise InputError(
             f"one program runs on devices of one kind, and {cluster.name} has several: {cluster}. Leave out what only one "
-            f"program has ({only}), and say stages={AUTO!r} beside mesh= or microbatches=; or plan for devices of one kind"
+            f"program has ({only}), and say stages={AUTO!r} beside mesh=, pin=, donate= or microbatches=; or plan for "
+            "devices of one kind"
         )
-    return replace(wanted, executor=MPMD)
-
-
-def leaves_open(asked: Asked, **others: Any) -> bool:
-    """True if the user's options allow a pipeline as well as one program. Without `stages=`, a mesh, pins, offloading
-    and microbatches mean one program, and so do the options in `others`."""
-    of_one = (asked.mesh, asked.pin or None, asked.offload, asked.microbatches)
-    return all(one is None for one in (*of_one, *others.values()))
+    return replace(options, executor=MPMD)
 
 
 def fastest[One: OneProgram](
     step: Step,
     cluster: Cluster,
-    wanted: Stages,
-    asked: Asked,
+    options: Options,
     alone: Callable[[], One],
     progress: Progress = lambda line: None,
     processes: Processes = ALONE,
@@ -177,8 +142,7 @@ def fastest[One: OneProgram](
     Args:
       step: the traced step.
       cluster: the cluster that it will run on.
-      wanted: the pipeline that the user asks for, or allows.
-      asked: the other options of the search.
+      options: the user's options, which ask for a pipeline or allow one.
       alone: searches for one program.
       progress: called with one line per stage of the work.
       processes: the processes that run the step; the first one searches.
@@ -192,12 +156,12 @@ def fastest[One: OneProgram](
     except InfeasibleError as e:
         refused = e
     alone_s = perf_counter() - start_s
-    prepared = _prepared(step, cluster, wanted, asked, found, clock_s)
+    prepared = _prepared(step, cluster, options, found, clock_s)
     cutoff_s = math.inf if found is None else found.plan.estimates.step_s
     try:
-        least_s = _least_s(step, cluster, wanted, asked, prepared)
+        least_s = _least_s(step, cluster, options, prepared)
         if found is not None and least_s >= cutoff_s:
-            if wanted.always:
+            if options.stages is not None:
                 progress(
                     f"no pipeline: none can take less than the {format_seconds(cutoff_s)} of one program"
                 )
@@ -205,7 +169,7 @@ def fastest[One: OneProgram](
         progress(
             "looking for a pipeline, " + ("as nothing else fits" if found is None else "which may be faster")
         )
-        faster = searched(step, cluster, wanted, asked, progress, processes, cutoff_s, prepared)
+        faster = searched(step, cluster, options, progress, processes, cutoff_s, prepared)
         return _waited(faster, JIT, alone_s)
     except (InfeasibleError, InputError) as e:
         progress(f"no pipeline: {e}")
@@ -215,24 +179,23 @@ def fastest[One: OneProgram](
 
 
 def _prepared(
-    step: Step, cluster: Cluster, wanted: Stages, asked: Asked, found: OneProgram | None, clock_s: float
+    step: Step, cluster: Cluster, options: Options, found: OneProgram | None, clock_s: float
 ) -> Prepared:
     """The clock of the search so far goes on, and the work of the step is that of one program.
 
     Args:
       step: the traced step.
       cluster: the cluster that it will run on.
-      wanted: the pipeline that the user asks for, or allows.
-      asked: the other options of the search.
+      options: the user's options, which ask for a pipeline or allow one.
       found: one program, if one fits.
       clock_s: the processor's time when the search began.
     """
-    limit_s = math.inf if wanted.always else DEFAULT_TIME_LIMIT_S
-    limit_s = LATEST * (limit_s if asked.time_limit_s is None else asked.time_limit_s)
+    limit_s = DEFAULT_TIME_LIMIT_S if options.stages is None else math.inf
+    limit_s = LATEST * (limit_s if options.time_limit_s is None else options.time_limit_s)
     if found is None:
         return (
             Prepared.within(limit_s)
-            if asked.time_limit_s is None
+            if options.time_limit_s is None
             else Prepared(Deadline(PROCESSOR, clock_s + limit_s))
         )
     clock, again_s = found.on_mesh.clock, cluster.num_devices * found.plan.estimates.recompute_s
@@ -241,12 +204,12 @@ def _prepared(
     return Prepared(Deadline(clock, began_s + limit_s), bounds=Bounds(step, cluster, work))
 
 
-def _least_s(step: Step, cluster: Cluster, wanted: Stages, asked: Asked, prepared: Prepared) -> float:
+def _least_s(step: Step, cluster: Cluster, options: Options, prepared: Prepared) -> float:
     """Seconds of a step of any pipeline, at least."""
-    options = _options(cluster, wanted, asked)
-    searches = [PipelineSearch(step, [""] * len(step.arguments), cluster, options, prepared=prepared).least_s]
-    if wanted.executor != MPMD:
-        searches.append(SpmdSearch(step, cluster, options, prepared=prepared).least_s)
+    wanted = _wanted(step, cluster, options)
+    searches = [PipelineSearch(step, marks_of(step, wanted.pins), cluster, wanted, prepared=prepared).least_s]
+    if _executor(options) != MPMD:
+        searches.append(SpmdSearch(step, cluster, wanted, prepared=prepared).least_s)
     found, refused = list[float](), list[InputError]()
     for least_s in searches:
         try:
@@ -281,8 +244,7 @@ def refuse(**options: Any) -> None:
 def found_or_alone[One: OneProgram](
     step: Step,
     cluster: Cluster,
-    wanted: Stages,
-    asked: Asked,
+    options: Options,
     alone: Callable[[], One],
     progress: Progress = lambda line: None,
     processes: Processes = ALONE,
@@ -293,8 +255,7 @@ def found_or_alone[One: OneProgram](
     Args:
       step: the later call, traced.
       cluster: the cluster that it will run on.
-      wanted: the pipeline of the first call.
-      asked: the other options of the search.
+      options: the user's options, with the stages of the first call.
       alone: searches for one program.
       progress: called with one line per stage of the work.
       processes: the processes that run the step; the first one searches.
@@ -306,7 +267,7 @@ def found_or_alone[One: OneProgram](
       AutoshardWarning: the result is one program.
     """
     try:
-        return searched(step, cluster, wanted, asked, progress, processes)
+        return searched(step, cluster, options, progress, processes)
     except InputError as e:
         warn(f"this call of {step.name} is planned as one program, since it cannot be a pipeline: {e}")
         return alone()
@@ -315,8 +276,7 @@ def found_or_alone[One: OneProgram](
 def searched(
     step: Step,
     cluster: AnyCluster,
-    wanted: Stages,
-    asked: Asked,
+    options: Options,
     progress: Progress = lambda line: None,
     processes: Processes = ALONE,
     cutoff_s: float = math.inf,
@@ -327,8 +287,7 @@ def searched(
     Args:
       step: the traced step.
       cluster: the cluster that it will run on.
-      wanted: the pipeline to search.
-      asked: the other options of the search.
+      options: the user's options, which ask for a pipeline or allow one.
       progress: called with one line per stage of the work.
       processes: the processes that run the step; the first one searches.
       cutoff_s: seconds.
@@ -338,18 +297,21 @@ def searched(
       InputError: the options are impossible.
       InfeasibleError: no pipeline fits.
     """
-    options = _options(cluster, wanted, asked)
-    limit_s = LATEST * (math.inf if asked.time_limit_s is None else asked.time_limit_s)
-    clock = WorkClock() if asked.time_limit_s is None else PROCESSOR
+    wanted, executor = _wanted(step, cluster, options), _executor(options)
+    limit_s = LATEST * (math.inf if options.time_limit_s is None else options.time_limit_s)
+    clock = WorkClock() if options.time_limit_s is None else PROCESSOR
     ready = prepared or Prepared(Deadline.after(limit_s, clock))
 
     def search(limit_bytes: int, _: float | None, said: Progress) -> AnyPipeline:
-        lower = replace(options, memory_share=options.memory_share * limit_bytes / options.memory_bytes)
-        return _faster(step, cluster, lower, wanted, said, cutoff_s, ready)
+        lower = replace(wanted, memory_share=limit_bytes / wanted.memory_bytes)
+        return _faster(step, cluster, lower, executor, said, cutoff_s, ready)
 
     def kept() -> AnyPipeline:
-        judge = compiled_peaks.judge_of_pipelines(step, cluster, asked, progress, lowerings.verified)
-        return compiled_peaks.kept(search, judge, options.memory_bytes, progress, asked.verify == ALWAYS)
+        judge = compiled_peaks.judge_of_pipelines(step, cluster, options, progress, lowerings.verified)
+        left_s = None if options.time_limit_s is None else ready.deadline.left_s
+        return compiled_peaks.kept(
+            search, judge, wanted.memory_bytes, progress, options.verify == ALWAYS, left_s
+        )
 
     def apply(data: Any, place: str) -> AnyPipeline:
         return cast(AnyPipeline, lowerings.applied(step, Plan.from_json(data, place), place))
@@ -360,18 +322,18 @@ def searched(
 def _faster(
     step: Step,
     cluster: AnyCluster,
-    options: PipelineOptions,
-    wanted: Stages,
+    wanted: PipelineOptions,
+    executor: str | None,
     progress: Progress,
     cutoff_s: float,
     prepared: Prepared,
 ) -> AnyPipeline:
     """The pipeline with the shorter predicted step among the executors. Both searches share the prepared step and the time
     limit."""
-    executor, as_one, start_s = wanted.executor, None, perf_counter()
+    as_one, start_s = None, perf_counter()
     if isinstance(cluster, Cluster) and executor != MPMD:
         try:
-            as_one = spmd_planning.find(step, cluster, options, progress, cutoff_s, prepared)
+            as_one = spmd_planning.find(step, cluster, wanted, progress, cutoff_s, prepared)
         except (InfeasibleError, InputError) as e:
             if executor == SPMD:
                 raise
@@ -382,8 +344,8 @@ def _faster(
             cutoff_s = as_one.plan.estimates.step_s
     as_one_s = perf_counter() - start_s
     try:
-        found = pipelines.find(step, cluster, options, progress, cutoff_s, prepared)
-        if isinstance(cluster, MixedCluster) and options.stages is None:
+        found = pipelines.find(step, cluster, wanted, progress, cutoff_s, prepared)
+        if isinstance(cluster, MixedCluster) and wanted.stages is None:
             plain = prepared.parts[found.plan.microbatches * found.plan.num_replicas]
             told_s = perf_counter()
             _tell_of_parts(step, cluster, found.plan, plain, progress)
@@ -405,7 +367,9 @@ def _tell_of_parts(step: Step, cluster: MixedCluster, plan: Plan, parts: Parts, 
             continue
         progress(f"looking for one program on {group.name} alone")
         with suppress(InfeasibleError):
-            found = planning.find(step, group, planning.options(step, group, Asked(cap_bytes)), progress)
+            found = planning.find(
+                step, group, planning.options(step, group, Options(memory=cap_bytes)), progress
+            )
             alone_s[group.name] = found.plan.estimates.step_s
     fastest = min(alone_s, key=alone_s.__getitem__, default=None)
     if fastest is not None and alone_s[fastest] < plan.estimates.step_s:
@@ -415,27 +379,44 @@ def _tell_of_parts(step: Step, cluster: MixedCluster, plan: Plan, parts: Parts, 
         )
 
 
-def _stage_mesh(asked: Asked) -> tuple[int, ...] | None:
-    mesh = planning.mesh_shape(asked.mesh)
+def _executor(options: Options) -> str | None:
+    """The executor that the options allow; None for the faster one.
+
+    Raises:
+      InputError: the user asks for one that the pins exclude.
+    """
+    if not options.pin:
+        return options.executor
+    if options.executor == SPMD:
+        raise InputError(
+            f"pin= is for stages with a program each, and executor={SPMD!r} is one program for all. Leave out one of them, "
+            f"or ask for executor={MPMD!r}"
+        )
+    return MPMD
+
+
+def _wanted(step: Step, cluster: AnyCluster, options: Options) -> PipelineOptions:
+    """What the user's options ask of a pipeline.
+
+    Raises:
+      InputError: an option is out of its range.
+    """
+    mesh, microbatches = options.mesh, options.microbatches
+    if options.remat not in (None, "never"):
+        raise InputError(f'wanted remat="never", or nothing to have it searched, got {options.remat!r}')
+    if microbatches is not None and microbatches < 1:
+        raise InputError(f"wanted at least 1 microbatch, got {microbatches}")
     if mesh is not None and (len(mesh) not in (2, 3) or min(mesh) < 1):
         raise InputError(
             f"wanted the mesh of a stage as its number of replicas and 1 or 2 axes of each one's devices, such as (2, 4), "
             f"got {mesh}"
         )
-    return mesh
-
-
-def _options(cluster: AnyCluster, wanted: Stages, asked: Asked) -> PipelineOptions:
-    if asked.remat not in (None, "never"):
-        raise InputError(f'wanted remat="never", or nothing to have it searched, got {asked.remat!r}')
-    if asked.microbatches is not None and asked.microbatches < 1:
-        raise InputError(f"wanted at least 1 microbatch, got {asked.microbatches}")
     return PipelineOptions(
-        planning.limit_bytes(cluster, asked),
-        wanted.count,
-        wanted.schedule,
-        planning.whole(asked.microbatches),
-        _stage_mesh(asked),
-        asked.remat,
-        asked.memory_share,
+        planning.limit_bytes(cluster, options),
+        options.num_stages,
+        options.schedule,
+        microbatches,
+        None if mesh is None else tuple(mesh),
+        options.remat,
+        pins=planning.stage_pins(step, options, cluster),
     )

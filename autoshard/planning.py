@@ -1,21 +1,22 @@
 """The way from user options to a plan on its traced step, shared by `search`, `emit`, `verify` and `parallelize`."""
 
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from autoshard.cost_model.cluster import Cluster, Device
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
 from autoshard.cost_model.units import format_bytes, parse_bytes
 from autoshard.cost_model.xla.gpu_targets import NEWEST, compute_capability
-from autoshard.pins import ANYWHERE, Pins, Resting, allowed, pinned
+from autoshard.options import Options
+from autoshard.pins import ANYWHERE, Resting, allowed, pinned
 from autoshard.search import driver
 from autoshard.search.ir._jax_kernels import Target, cudnn_for
 from autoshard.search.ir.factors.attention import RULES as ATTENTION
@@ -23,7 +24,7 @@ from autoshard.search.ir.graph import Op, Step, walk
 from autoshard.search.ir.retyping import retypings
 from autoshard.search.ir.trace import trace_call
 from autoshard.search.memory.microbatches import microbatched
-from autoshard.search.options import Options
+from autoshard.search.options import Options as SearchOptions
 from autoshard.search.plan.argument_paths import near
 from autoshard.search.plan.peak_band import compiled_as
 from autoshard.search.plan.plan import Plan
@@ -36,34 +37,8 @@ LARGE_SHARE = 0.05
 Source: a choice of ours."""
 
 
-NEVER, IN_DOUBT, ALWAYS = "never", "auto", "always"
-"""The values of `verify=`: no plan is compiled; each one that may exceed its cap, where the compiler is there; each one."""
-
 MAX_NAMES = 4
 """Largest number of decisions that a warning names. Source: a choice of ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A user's options of a search, as `autoshard.search` documents them; None leaves the choice to the search."""
-
-    memory: str | int | None = None
-    mesh: Sequence[int] | None = None
-    pin: Pins | None = None
-    remat: str | None = None
-    microbatches: int | None = None
-    offload: Sequence[str] | str | None = None
-    time_limit_s: float | None = None
-    verify: str | None = NEVER
-    """Which plans the compiler judges; None stands for `IN_DOUBT`, the default of a user's search."""
-    target_config: str | os.PathLike[str] | None = None
-    memory_share: float = 1.0
-    """The share of a device's memory cap that a plan may use."""
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> "Asked":
-        """The options of a search among all options of a function."""
-        return cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
 
 
 def traced(
@@ -167,7 +142,7 @@ def _doubts(step: Step) -> str:
     )
 
 
-def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWHERE) -> Options:
+def options(step: Step, cluster: Cluster, asked: Options, resting: Resting = ANYWHERE) -> SearchOptions:
     """The checked options of a search.
 
     Args:
@@ -176,36 +151,53 @@ def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWH
       asked: the user's options.
       resting: the layout in which arguments rest already; a pin takes precedence.
     """
-    limit = round(asked.memory_share * limit_bytes(cluster, asked))
     offload = asked.offload
     kinds = offload if offload is None or isinstance(offload, str) else tuple(offload)
     rest = pinned(step, asked.pin or {}, cluster.num_devices).then(resting)
-    mesh = mesh_shape(asked.mesh) or rest.mesh
-    return Options(
-        limit,
-        mesh,
+    return SearchOptions(
+        limit_bytes(cluster, asked),
+        tuple(asked.mesh) if asked.mesh else rest.mesh,
         rest.specs,
         asked.time_limit_s,
         asked.remat,
-        whole(asked.microbatches),
+        asked.microbatches,
         rest.offload(kinds),
     )
 
 
-def suiting(step: Step, asked: Asked, mesh: tuple[int, ...] | None) -> Asked:
+def stage_pins(step: Step, asked: Options, cluster: AnyCluster) -> Mapping[str, PartitionSpec]:
+    """The specs in which arguments rest on their stages, by pytree path.
+
+    Raises:
+      InputError: a pin is impossible, or is for one program.
+    """
+    if isinstance(asked.pin, Plan):
+        raise InputError(
+            "pin= has a plan, which fixes the mesh of one program, and stages have meshes of their own. Pin arguments by "
+            "their pytree paths, or leave out the stages"
+        )
+    rest = pinned(step, asked.pin or {}, cluster.num_devices)
+    if rest.on_host:
+        raise InputError(
+            f"pin {rest.on_host[0]!r} rests on the host, and a pipeline is planned without offloading. Pin it on the device"
+        )
+    return rest.specs
+
+
+def suiting(step: Step, asked: Options, mesh: tuple[int, ...]) -> Options:
     """The options of a step's first call that also suit a later call. A smaller last batch may not be divisible by a pin's
     axes or by the number of microbatches; these options are then dropped, and searched.
 
     Args:
       step: the later call, traced.
       asked: the options of the first call.
-      mesh: the mesh of the first call's plan; None for a pipeline, which has no pins.
+      mesh: the mesh of the first call's plan; of a pipeline, that of a replica of its first stage.
 
     Warns:
       AutoshardWarning: an option is dropped.
     """
     lost: tuple[str, ...] = ()
-    if asked.pin and mesh is not None:
+    if asked.pin:
         pin, lost = allowed(step, asked.pin, mesh)
         asked = replace(asked, pin=pin)
     if asked.microbatches is not None:
@@ -221,7 +213,7 @@ def suiting(step: Step, asked: Asked, mesh: tuple[int, ...] | None) -> Asked:
     return asked
 
 
-def limit_bytes(cluster: AnyCluster, asked: Asked) -> int:
+def limit_bytes(cluster: AnyCluster, asked: Options) -> int:
     """The memory cap per device in bytes, from `memory=` or else from the cluster."""
     limit = cluster.device_memory_limit() if asked.memory is None else _given_bytes(asked.memory, cluster)
     _check_cap(limit, cluster, f"memory={asked.memory!r}")
@@ -229,7 +221,7 @@ def limit_bytes(cluster: AnyCluster, asked: Asked) -> int:
 
 
 def find(
-    step: Step, cluster: Cluster, options: Options, progress: Callable[[str], None] = lambda line: None
+    step: Step, cluster: Cluster, options: SearchOptions, progress: Callable[[str], None] = lambda line: None
 ) -> driver.SearchResult:
     """Searches for the fastest plan that fits."""
     try:
@@ -372,13 +364,3 @@ def _check_cap(limit_bytes: int, cluster: AnyCluster, said: str) -> None:
             f"{said} is more than the {format_bytes(device.memory_bytes)} that one {device.name} has, of which the runtime "
             f"leaves {format_bytes(cluster.device_memory_limit())}"
         )
-
-
-def mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The axis sizes of `mesh=` as Python's integers, as a plan's file has them."""
-    return None if mesh is None else tuple(int(n) for n in mesh)
-
-
-def whole(number: int | None) -> int | None:
-    """A number as it is given, which may be NumPy's, as Python's."""
-    return None if number is None else int(number)

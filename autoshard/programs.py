@@ -26,20 +26,20 @@ from autoshard.executors import jit, pipeline, spmd
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_jit import CompilerOptions
 from autoshard.executors.pipeline_program import PipelineProgram
-from autoshard.planning import IN_DOUBT, NEVER, Asked
+from autoshard.options import NEVER, Options
 from autoshard.processes import Processes
 from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.mesh_problem import MeshProblem
-from autoshard.search.options import Options
+from autoshard.search.options import Options as SearchOptions
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.plan import Plan
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
 
-BY_DEFAULT = Asked(verify=IN_DOUBT)
+BY_DEFAULT = Options()
 """The options of a user who gives none."""
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -142,12 +142,12 @@ def _options(
 def searched(
     step: Step,
     cluster: Cluster,
-    options: Options,
+    options: SearchOptions,
     devices: Sequence[Any],
     on_retrace: Callable[[], None],
     progress: Progress = lambda line: None,
     given_up: AbstractSet[int] = frozenset(),
-    asked: Asked = BY_DEFAULT,
+    asked: Options = BY_DEFAULT,
 ) -> Built:
     """Searches for the fastest plan that fits, and builds its program. On GPUs the program is compiled, and the compiled one
     fits, unless the user's `verify=` says "never". On simulated devices the compiler is asked as by `autoshard.search`.
@@ -160,7 +160,7 @@ def searched(
     """
     processes = Processes.of(devices)
 
-    def find(options: Options, progress: Progress, verify: str | None) -> SearchResult:
+    def find(options: SearchOptions, progress: Progress, verify: str | None) -> SearchResult:
         judged = replace(asked, verify=verify)
         return processes.found_by_the_first(
             lambda: compiled_peaks.one_program(step, cluster, options, judged, progress),
@@ -170,12 +170,12 @@ def searched(
     if not _are_gpus(devices) or asked.verify == NEVER:
         found = find(options, progress, asked.verify)
         return Built(found, built(found, cluster, devices, on_retrace, given_up))
-    programs: list[Program] = []
+    programs: list[tuple[SearchResult, Program]] = []
 
     def judged(found: SearchResult, _: float | None) -> Judgement:
         progress("compiling")
         program, proof = _compiled(found, cluster, devices, on_retrace, given_up)
-        programs.append(program)
+        programs.append((found, program))
         return Judgement.of(proof)
 
     def search(limit_bytes: int, limit_s: float | None, said: Progress) -> SearchResult:
@@ -184,7 +184,7 @@ def searched(
     found = compiled_peaks.kept(
         search, judged, options.memory_bytes, progress, time_limit_s=options.time_limit_s
     )
-    return Built(found, programs[-1])
+    return Built(found, next(program for judged, program in programs if judged.chosen is found.chosen))
 
 
 def run_per_stage(
@@ -201,11 +201,12 @@ def run_per_stage(
       hardware: the cluster that it is for.
       devices: in the cluster's order: real or simulated.
       on_retrace: as for `executors.pipeline.build`.
-      given_up: nothing: a pipeline donates its state alone.
+      given_up: as for `executors.pipeline.build`.
     """
-    assert not given_up
     devices, options = _as_stages_stand(found.plan, hardware, devices), _stage_options(found, devices)
-    return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace, options)
+    return pipeline.build(
+        found.programs, found.schedule, found.shardings, devices, on_retrace, options, given_up
+    )
 
 
 def emitted_per_stage(found: Pipeline, hardware: AnyCluster, devices: Sequence[Any]) -> tuple[Program, ...]:
@@ -223,9 +224,8 @@ def run_for_all(
     given_up: AbstractSet[int] = frozenset(),
 ) -> Program:
     """A pipeline's one program for all stages; the arguments are those of `run_per_stage`."""
-    assert not given_up
     options = _options(found.plan, hardware.groups[0], devices, {})
-    return spmd.build(found.program, found.sharding, devices, on_retrace, options)
+    return spmd.build(found.program, found.sharding, devices, on_retrace, options, given_up)
 
 
 def emitted_for_all(found: SpmdPipeline, hardware: AnyCluster, devices: Sequence[Any]) -> Program:

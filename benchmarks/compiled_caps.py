@@ -30,7 +30,7 @@ from autoshard.compiled_peaks import CompilerJudge, Judgement, judge_of, kept
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.planning import IN_DOUBT, Asked
+from autoshard.options import Options as UserOptions
 from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
@@ -107,7 +107,7 @@ class Asker:
     def of(cls, model: str, cluster: Cluster) -> "Asker":
         """Traces a model's step."""
         step, args = UNSEEN[model]()
-        judge = judge_of(cluster, Asked(verify=IN_DOUBT), _silent)
+        judge = judge_of(cluster, UserOptions(), _silent)
         assert judge is not None, "the compiler is not installed: autoshard[verify]"
         return cls(model, trace_call(cluster.platform, step, args, {}), cluster, judge)
 
@@ -130,18 +130,21 @@ class Asker:
         except InfeasibleError as e:
             row = Row(*what, "auto", cap_bytes, said=str(e))
         else:
-            if not first:
-                judged(auto, None)
-            row = self._row((*what, "auto"), cap_bytes, auto, first[-1][1])
-        yield self._row((*what, "never"), cap_bytes, *first[0]) if first else replace(row, verify="never")
+            compiled_bytes = auto.plan.estimates.compiled_peak_bytes or judged(auto, None).compiled_bytes
+            row = self._row((*what, "auto"), cap_bytes, auto, compiled_bytes)
+        if first:
+            found, judgement = first[0]
+            yield self._row((*what, "never"), cap_bytes, found, judgement.compiled_bytes)
+        else:
+            yield replace(row, verify="never")
         yield row
 
     def _row(
-        self, what: tuple[str, str, int, str], cap_bytes: int, found: SearchResult, judgement: Judgement
+        self, what: tuple[str, str, int, str], cap_bytes: int, found: SearchResult, compiled_bytes: int
     ) -> Row:
         estimates, search_s = found.plan.estimates, found.plan.search_s
         seconds = sum(s for part, s in search_s.items() if part != "trace")
-        peaks = estimates.peak_bytes, judgement.compiled_bytes
+        peaks = estimates.peak_bytes, compiled_bytes
         return Row(*what, cap_bytes, estimates.step_s, *peaks, seconds, search_s.get("compiler", 0.0))
 
 

@@ -34,8 +34,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.units import format_mesh
-from autoshard.pipelines import WHERE_IT_PAYS, Stages
-from autoshard.planning import Asked
+from autoshard.options import NEVER, Options
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.plan.plan import Plan
@@ -138,11 +137,9 @@ NETWORKS = {"InfiniBand": "", "Ethernet": "-Ethernet"}
 
 def searched(step: Step, cluster: Cluster) -> Plan:
     """What a search finds that is asked for nothing."""
-    asked = Asked()
+    asked = Options(verify=NEVER)
     options = planning.options(step, cluster, asked)
-    found = pipelines.fastest(
-        step, cluster, WHERE_IT_PAYS, asked, lambda: planning.find(step, cluster, options)
-    )
+    found = pipelines.fastest(step, cluster, asked, lambda: planning.find(step, cluster, options))
     return found.plan
 
 
@@ -152,7 +149,7 @@ def published(step: Step, cluster: Cluster, model: Model) -> Plan:
     Raises:
       InfeasibleError: none fits.
     """
-    asked = Asked(mesh=model.mesh, microbatches=model.microbatches)
+    asked = Options(mesh=model.mesh, microbatches=model.microbatches, verify=NEVER)
     refused = InfeasibleError()
     if model.stages == 1:
         for each in (asked, replace(asked, microbatches=None)):
@@ -162,9 +159,10 @@ def published(step: Step, cluster: Cluster, model: Model) -> Plan:
                 refused = e
         raise refused
     found: list[Plan] = []
-    for stages in (Stages(2 * model.stages, INTERLEAVED), Stages(model.stages, "1f1b")):
+    for stages, schedule in ((2 * model.stages, INTERLEAVED), (model.stages, "1f1b")):
         try:
-            found.append(pipelines.searched(step, cluster, stages, asked).plan)
+            staged = replace(asked, stages=stages, schedule=schedule)
+            found.append(pipelines.searched(step, cluster, staged).plan)
         except InfeasibleError as e:
             refused = e
     if not found:

@@ -27,7 +27,6 @@ from autoshard.search.options import Options, Progress
 from autoshard.search.problem.flat_program import flatten
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.judge import CompilerVerifier
-from autoshard.verification.result import Verification
 from tests.gpu.compiled import HURRY
 from tests.zoo import Case
 
@@ -171,42 +170,42 @@ class _Judged:
     def __init__(self, planner: Planner, cap_bytes: int) -> None:
         self.planner, self.cap_bytes = planner, cap_bytes
         self.verifier = CompilerVerifier(planner.cluster, Compiler(flags=HURRY), lambda line: None)
-        self.planned: list[Point] = []
-        self.proofs: list[Verification] = []
+        self.judged: list[tuple[SearchResult, Point]] = []
+        """The plans that were compiled, in their order."""
 
     def point(self) -> Point:
-        """The first plan whose compiled peak keeps to the cap; the last one, if there is none, with the reason."""
-        failure = ""
+        """The fastest plan found whose compiled peak keeps to the cap; the last one, if there is none, with the reason."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AutoshardWarning)
             try:
-                kept(self._found, self._judged, self.cap_bytes, lambda line: None)
+                found = kept(self._found, self._judged, self.cap_bytes, lambda line: None)
             except AutoshardError as e:
-                failure = f"{type(e).__name__}: {e}"
-        if not self.proofs:
-            return replace(self.planned[-1] if self.planned else Point(self.cap_bytes), failure=failure)
-        proof, first = self.proofs[-1], self.proofs[0]
-        return replace(
-            self.planned[len(self.proofs) - 1],
-            compiled_bytes=proof.compiled.peak_bytes,
-            first_bytes=None if first is proof else first.compiled.peak_bytes,
-            is_extrapolated=proof.is_extrapolated,
-            compile_s=sum(p.seconds["compile"] for p in self.proofs),
-            failure=failure,
-        )
+                last = self.judged[-1][1] if self.judged else Point(self.cap_bytes)
+                return self._beside_the_first(replace(last, failure=f"{type(e).__name__}: {e}"))
+        (point,) = (point for judged, point in self.judged if judged.chosen is found.chosen)
+        return self._beside_the_first(point)
+
+    def _beside_the_first(self, point: Point) -> Point:
+        """A plan with the compiled peak of the first one, and the seconds of all compilations."""
+        points = [one for _, one in self.judged]
+        first_bytes = points[0].compiled_bytes if len(points) > 1 else None
+        return replace(point, first_bytes=first_bytes, compile_s=sum(one.compile_s for one in points))
 
     def _found(self, limit_bytes: int, _: float | None, said: Progress) -> SearchResult:
-        start_s = time.perf_counter()
-        found = self.planner.found(limit_bytes)
-        self.planned.append(_planned(found, self.cap_bytes, time.perf_counter() - start_s))
-        return found
+        return self.planner.found(limit_bytes)
 
     def _judged(self, found: SearchResult, _: float | None) -> Judgement:
         """An extrapolated peak above the cap is not taken at its word."""
         proof = self.verifier.verified(found)
         if proof.is_extrapolated and not proof.fits:
             proof = self.verifier.verified(found, full=True)
-        self.proofs[len(self.planned) - 1 :] = [proof]
+        point = replace(
+            _planned(found, self.cap_bytes, sum(found.plan.search_s.values()) - found.plan.search_s["trace"]),
+            compiled_bytes=proof.compiled.peak_bytes,
+            is_extrapolated=proof.is_extrapolated,
+            compile_s=proof.seconds["compile"],
+        )
+        self.judged.append((found, point))
         return Judgement.of(proof)
 
 

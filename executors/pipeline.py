@@ -20,6 +20,7 @@ slots (`executors.pipeline_program`).
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -57,6 +58,7 @@ def build(
     devices: Sequence[Any],
     on_retrace: Callable[[], None] = lambda: None,
     compiler_options: CompilerOptions = lambda stage, beside_bytes, resting_bytes: {},
+    given_up: AbstractSet[int] = frozenset(),
 ) -> PipelineProgram:
     """Jits a step's programs, in the order of the schedule.
 
@@ -67,12 +69,14 @@ def build(
       devices: the workers' submeshes one after another: real or simulated.
       on_retrace: called when the step is called with other shapes; it should raise.
       compiler_options: the compiler's options for each program.
+      given_up: arguments besides the state whose buffers may be reused, for values of an equal type on the same devices.
 
     Raises:
       InputError: there are fewer devices than the submeshes have, or stages of one worker differ in their submesh.
       PlanError: the schedule cannot be run in its order.
     """
-    agenda, step = followed(programs, schedule, shardings, devices, compiler_options), programs.step
+    agenda = followed(programs, schedule, shardings, devices, compiler_options, given_up)
+    step = programs.step
     arrays = [agenda.held[slot].array for slot in agenda.entering]
     abstract = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there.sharding, weak_type=a.weak_type)
@@ -90,7 +94,7 @@ def build(
         tuple(slots),
         agenda.entering,
         agenda.leaving,
-        frozenset(r for r in step.replaces if r is not None),
+        agenda.state | agenda.reused,
         on_retrace,
     )
 
@@ -101,6 +105,7 @@ def followed(
     shardings: Sequence[StageSharding],
     devices: Sequence[Any] | None,
     compiler_options: CompilerOptions = lambda stage, beside_bytes, resting_bytes: {},
+    given_up: AbstractSet[int] = frozenset(),
 ) -> Agenda:
     """Follows the schedule: calls of programs and transfers in order, with the slots of all values.
 
@@ -111,6 +116,7 @@ def followed(
       devices: the workers' submeshes one after another: real, simulated or compile-only; None for programs that are only
         lowered, over abstract meshes.
       compiler_options: the compiler's options for each program.
+      given_up: as for `build`.
 
     Raises:
       InputError: there are fewer devices than the submeshes have, or stages of one worker differ in their submesh.
@@ -120,7 +126,7 @@ def followed(
     assert programs.num_microbatches == schedule.num_microbatches
     assert all(sharding.mesh_shape[0] == programs.num_replicas for sharding in shardings)
     seating = Seating(shardings, _meshes(schedule, shardings, devices), programs)
-    return _Following(programs, schedule, seating, compiler_options).run()
+    return _Following(programs, schedule, seating, compiler_options, given_up).run()
 
 
 def _meshes(
@@ -165,6 +171,7 @@ class _Following:
     schedule: Schedule
     seating: Seating
     compiler_options: CompilerOptions
+    given_up: AbstractSet[int]
     made: list[Call | Sending] = field(default_factory=list[Call | Sending])
     held: list[Held] = field(default_factory=list[Held])
     contents: dict[Slot, np.ndarray] = field(default_factory=dict[Slot, np.ndarray])
@@ -191,6 +198,7 @@ class _Following:
             leaving,
             self.seating,
             self.compiler_options,
+            self.given_up,
         )
 
     # --- slots of values

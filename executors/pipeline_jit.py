@@ -11,6 +11,7 @@ that in one process only.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -167,6 +168,7 @@ class Agenda:
       leaving: the slot of each result.
       seating: the placement of values.
       compiler_options: the compiler's options for each program.
+      given_up: numbers of arguments besides the state that may be donated.
     """
 
     made: Sequence[Call | Sending]
@@ -176,6 +178,19 @@ class Agenda:
     leaving: tuple[Slot, ...]
     seating: Seating
     compiler_options: CompilerOptions
+    given_up: AbstractSet[int] = frozenset()
+
+    @cached_property
+    def state(self) -> frozenset[int]:
+        """The numbers of the arguments that a result replaces."""
+        return frozenset(r for r in self.seating.programs.step.replaces if r is not None)
+
+    @cached_property
+    def reused(self) -> frozenset[int]:
+        """The numbers of the arguments besides the state whose buffers are donated to results of a program."""
+        calls = ((i, one) for i, one in enumerate(self.made) if isinstance(one, Call))
+        donated = {one.reads[n] for i, one in calls for n in self._donated(i)}
+        return frozenset(n for n in self.given_up if self.entering[n] in donated)
 
     def instructions(self) -> tuple[Instruction, ...]:
         """The jitted instructions, each with the slots that it frees."""
@@ -269,8 +284,7 @@ class Agenda:
     @cached_property
     def _of_caller(self) -> frozenset[Slot]:
         """The slots of arguments that their caller keeps."""
-        replaced = self.seating.programs.step.replaces
-        return frozenset(slot for n, slot in enumerate(self.entering) if n not in replaced)
+        return frozenset(slot for n, slot in enumerate(self.entering) if n not in self.state | self.reused)
 
     # --- programs
 
@@ -318,8 +332,8 @@ class Agenda:
 
     def _is_given_up(self, v: int) -> bool:
         """Whether a value may be donated: it is not an argument that its caller keeps."""
-        step = self.seating.programs.step
-        return v not in step.graph.inputs or step.graph.inputs.index(v) in step.replaces
+        inputs = self.seating.programs.step.graph.inputs
+        return v not in inputs or inputs.index(v) in self.state | self.given_up
 
     def _type(self, slot: Slot) -> Any:
         array = self.held[slot].array

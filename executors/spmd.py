@@ -22,6 +22,7 @@ Source: Xu et al. 2021, "GSPMD", section 3.3, formulates pipelines as one progra
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ def build(
     devices: Sequence[Any] | int,
     on_retrace: Callable[[], None] = lambda: None,
     compiler_options: Callable[[int], dict[str, str]] = lambda resting_bytes: {},
+    given_up: AbstractSet[int] = frozenset(),
 ) -> Program:
     """Jits a step as one program.
 
@@ -53,6 +55,7 @@ def build(
         only lowered, their number.
       on_retrace: called when JAX traces the step for other shapes; it should raise.
       compiler_options: further options for the compiler, given the program's `resting_bytes`.
+      given_up: as for `executors.jit.build`.
 
     Raises:
       InputError: there are fewer devices than the mesh has.
@@ -64,7 +67,8 @@ def build(
         (layout.resting(a) if isinstance(a, int) else whole) if r is None else inputs[r]
         for a, r in zip(step.graph.outputs, step.rests_as, strict=True)
     ]
-    return jitted(step, _Run(program, layout).run, layout.mesh, inputs, outputs, on_retrace, compiler_options)
+    run = _Run(program, layout).run
+    return jitted(step, run, layout.mesh, inputs, outputs, on_retrace, compiler_options, given_up)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,15 +12,17 @@ Strategies that would have it otherwise are left out. Parameters one program wou
 do it for each, and are priced so. What is made of parameters once in a step is resharded once, by who makes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from autoshard.cost_model.cluster import Cluster
-from autoshard.cost_model.errors import PlanError
+from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.search.device.prediction import Prediction
 from autoshard.search.ir.graph import Role, Value
 from autoshard.search.ir.sharding import Place, StepSharding
@@ -34,6 +36,8 @@ from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.strategies import CopySource, port_specs
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.pbqp import Labels
+
+NO_PINS: Mapping[str, Any] = MappingProxyType({})
 
 LARGE_BYTES = 1 << 20
 """What tasks read of a parameter is large from there on. Source: a choice of ours, as biases and scales are not."""
@@ -175,27 +179,62 @@ def _is_sum_of(op: FlatOp, loop: tuple[int, ...]) -> bool:
 
 
 def solved(
-    step_problem: StepProblem, cluster: Cluster, shape: tuple[int, ...], is_lean: bool = False
+    step_problem: StepProblem,
+    cluster: Cluster,
+    shape: tuple[int, ...],
+    is_lean: bool = False,
+    pins: Mapping[str, Any] = NO_PINS,
 ) -> IntraOp:
-    """The fastest strategies on such a mesh of a replica's devices, lean ones or any, without a cap: that is for stages."""
-    on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
-    kept = between_programs(on_mesh, on_mesh.pinned({}), is_lean)
-    return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
+    """The fastest strategies on such a mesh of a replica's devices, lean ones or any, without a cap: that is for stages.
+
+    Raises:
+      InputError: a pin is impossible on this mesh, or pins contradict one another.
+    """
+    on_mesh = _of_replica(step_problem, cluster, shape)
+    try:
+        kept = between_programs(on_mesh, on_mesh.pinned(pins), is_lean)
+        return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
+    except PlanError as e:  # there is no plan yet, so a pin is impossible
+        raise InputError(str(e)) from e
+    except NoFitError as e:
+        assert pins, "without pins, some strategies go together"
+        raise InputError("the pins contradict one another: no plan keeps them all. Remove one") from e
 
 
-def decided(
-    step_problem: StepProblem, cluster: Cluster, sharding: Sharding, shape: tuple[int, ...], place: str
-) -> IntraOp:
-    """What a plan decides for such a mesh of a replica's devices.
+def decided(step_problem: StepProblem, cluster: Cluster, sharding: Sharding, place: str) -> IntraOp:
+    """What a plan decides for a mesh of a replica's devices.
 
     Raises:
       PlanError: it decides something impossible; `place` says of which plan.
     """
-    if tuple(sharding.mesh) != AXIS_NAMES.get(len(shape)):
-        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(sharding.mesh)}")
-    on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
+    on_mesh = _planned_on(step_problem, cluster, sharding, place)
     kept = between_programs(on_mesh, on_mesh.codec.allowed(sharding, place))
     try:
         return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
     except NoFitError as e:
+        shape = on_mesh.shape
         raise PlanError(f"{place}: its decisions for replicas of mesh {shape} contradict each other") from e
+
+
+def replica_choices(
+    step_problem: StepProblem, cluster: Cluster, sharding: Sharding, name: str, place: str
+) -> tuple[str, ...]:
+    """All that a decision of a plan can be on a mesh of a replica's devices, whatever the others are.
+
+    Raises:
+      PlanError: nothing is decided under this name.
+    """
+    on_mesh = _planned_on(step_problem, cluster, sharding, place)
+    return on_mesh.codec.choices(name, place, between_programs(on_mesh, on_mesh.pinned(NO_PINS)))
+
+
+def _planned_on(step_problem: StepProblem, cluster: Cluster, sharding: Sharding, place: str) -> MeshProblem:
+    """The problem on the mesh that a plan is for."""
+    shape = tuple(sharding.mesh.values())
+    if tuple(sharding.mesh) != AXIS_NAMES.get(len(shape)):
+        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(sharding.mesh)}")
+    return _of_replica(step_problem, cluster, shape)
+
+
+def _of_replica(step_problem: StepProblem, cluster: Cluster, shape: tuple[int, ...]) -> MeshProblem:
+    return step_problem.on(replica_cluster(cluster, prod(shape)), shape)

@@ -5,9 +5,10 @@ solution for each mesh of a replica, stages. From these follow the programs that
 it all is predicted to take.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
+from typing import Any
 
 import jax
 
@@ -18,9 +19,10 @@ from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster, from_js
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Step
+from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.memory.microbatches import looped
 from autoshard.search.mesh_problem import StepProblem
-from autoshard.search.pipeline.intra_op import IntraOp, decided
+from autoshard.search.pipeline.intra_op import IntraOp, decided, replica_choices
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.programs import made_ready, stage_programs
@@ -30,8 +32,10 @@ from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
 from autoshard.search.pipeline.split_loops import num_positions
 from autoshard.search.pipeline.stage_collectives import stage_collectives
 from autoshard.search.pipeline.stage_memory import StageMemory
+from autoshard.search.pipeline.stage_pins import marks_of as marks_of_pins
 from autoshard.search.pipeline.stage_sharding import stage_sharding
 from autoshard.search.pipeline.task_memory import ProgramKernels
+from autoshard.search.plan.decisions import apart
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.measured_shares import measured_shares
@@ -114,7 +118,9 @@ def find(
     def propose(limit_bytes: float, _: object) -> Round[Pipeline] | None:
         try:
             lower = replace(options, memory_share=limit_bytes / options.memory_bytes)
-            search = PipelineSearch(step, [""] * len(step.arguments), cluster, lower, progress, prepared)
+            search = PipelineSearch(
+                step, marks_of_pins(step, options.pins), cluster, lower, progress, prepared
+            )
             found = search.run(cutoff_s)
             watch.lap("search")
         except InfeasibleError as e:
@@ -145,18 +151,11 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> Pipeline:
     Raises:
       PlanError: it is for another step, or decides something impossible.
     """
-    check_is_for(plan, step, place)
-    try:
-        schedule = build_schedule(plan.schedule, len(plan.stages), plan.microbatches, plan.workers)
-        given = from_json(plan.cluster, f"{place}: cluster")
-        cluster = _ordered(given, plan, place)
-        parts = _parts(step, plan, given.groups[0], place)
-    except InputError as e:
-        raise PlanError(f"{place}: {e}") from e
+    schedule, cluster, parts = _read(step, plan, place)
     placed = _placed(parts, plan, cluster, schedule, place)
     for sharding in plan.shardings:
         here, shape = parts.on(_group(cluster, sharding, place)), tuple(sharding.mesh.values())
-        here.solutions[shape] = decided(here.step_problem, here.cluster, sharding, shape, place)
+        here.solutions[shape] = decided(here.step_problem, here.cluster, sharding, place)
     for n, one in enumerate(placed):
         group, _ = cluster.locate(one.first_device)
         if one.shape not in parts.on(group).solutions:
@@ -166,6 +165,18 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> Pipeline:
     found = Proposal.of([parts] * len(placed), cluster, plan.num_replicas, placed, schedule)
     again = _pipeline(step, found, plan.memory_bytes)
     return replace(again, plan=replace(again.plan, cluster=plan.cluster))
+
+
+def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple[str, ...]:
+    """All that a decision of a plan can be in each of its shardings, whatever the other decisions are.
+
+    Raises:
+      PlanError: the plan is for another step, or decides nothing under this name.
+    """
+    _, cluster, parts = _read(step, plan, place)
+    there = [(sharding, parts.on(_group(cluster, sharding, place))) for sharding in plan.shardings]
+    first, *others = (replica_choices(p.step_problem, p.cluster, s, name, place) for s, p in there)
+    return tuple(text for text in first if all(text in other for other in others))
 
 
 # --- from what was found to a plan
@@ -178,7 +189,9 @@ def _pipeline(step: Step, found: Proposal, memory_bytes: int) -> Pipeline:
     cut = found.parts.layers.stage_cut([stage.placed.first_layer for stage in found.stages])
     parts, cut = made_ready(opened, cut)
     programs = stage_programs(parts, cut, found.schedule.splits_backward)
-    shardings = tuple(stage_sharding(s.intra_op, parts, programs, n) for n, s in enumerate(found.stages))
+    shardings = tuple(
+        stage_sharding(s.intra_op, parts, programs, n, found.parts.pins) for n, s in enumerate(found.stages)
+    )
     memory = StageMemory(programs, found.schedule, shardings)
     plan = _plan(step, found, memory_bytes, _Stages.of(found, parts, memory, memory_bytes))
     plan = replace(plan, marks=marks_of(plan))
@@ -262,6 +275,7 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Pla
         fingerprint=fingerprint(step),
         jax=jax.__version__,
         cluster=found.cluster.to_json(),
+        options=_said(found.parts.pins),
         groups=tuple(names) if is_mixed else (),
         memory_bytes=memory_bytes,
         executor=MPMD,
@@ -281,6 +295,11 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Pla
         ),
         outline=outlined(step),
     )
+
+
+def _said(pins: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, JSON-ready."""
+    return {"pin": {name: str(spec) for name, spec in sorted(pins.items())}} if pins else {}
 
 
 def _sharding(solution: IntraOp) -> Sharding:
@@ -311,6 +330,21 @@ def _estimates(found: Proposal, taken: _Stages) -> Estimates:
 # --- from a plan to what it means
 
 
+def _read(step: Step, plan: Plan, place: str) -> tuple[Schedule, AnyCluster, Parts]:
+    """A plan's schedule, its cluster, and the step in parts.
+
+    Raises:
+      PlanError: the plan is for another step, or is impossible.
+    """
+    check_is_for(plan, step, place)
+    try:
+        schedule = build_schedule(plan.schedule, len(plan.stages), plan.microbatches, plan.workers)
+        given = from_json(plan.cluster, f"{place}: cluster")
+        return schedule, _ordered(given, plan, place), _parts(step, plan, given.groups[0], place)
+    except InputError as e:
+        raise PlanError(f"{place}: {e}") from e
+
+
 def _ordered(cluster: AnyCluster, plan: Plan, place: str) -> AnyCluster:
     """The cluster that a plan is for, its groups of nodes in the order in which stages stand on them."""
     if not isinstance(cluster, MixedCluster):
@@ -339,12 +373,14 @@ def _parts(step: Step, plan: Plan, first: Cluster, place: str) -> Parts:
     if len(num_replicas) != 1:
         raise PlanError(f"{place}: wanted as many replicas of each stage, got {sorted(num_replicas)}")
     count = plan.microbatches * plan.num_replicas
-    sites = frozenset()
+    sites, pins = frozenset(), {n: read_partition_spec(s) for n, s in plan.options.get("pin", {}).items()}
+    marks = marks_of_pins(step, pins)
     if plan.retention:
-        sites, _ = RetentionCodec(fold(flatten(looped(step, count)), ())).read(plan.retention, place)
+        sites, _ = RetentionCodec(fold(flatten(looped(step, count)), marks)).read(plan.retention, place)
     borders = [stage.first_op for stage in plan.stages]
     _check_borders(PipelineStep.of(step, count), borders, place)
-    return Parts.of(step, [""] * len(step.arguments), first, count, sites, borders)
+    decided = tuple(zip(*(apart(step, sharding) for sharding in plan.shardings), strict=True))
+    return Parts.of(step, marks, first, count, sites, borders, pins=pins, decided=decided)
 
 
 def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> None:

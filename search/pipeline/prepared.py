@@ -1,12 +1,14 @@
 """Values that all searches for pipelines of one step share: the step in parts, its bounds, and the time limit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.search.ir.graph import Step
 from autoshard.search.pipeline.bounds import Bounds
+from autoshard.search.pipeline.intra_op import NO_PINS
 from autoshard.search.pipeline.proposals import Parts
 from autoshard.search.solver.clock import Deadline, SearchClock, WorkClock
 
@@ -36,11 +38,17 @@ class Prepared:
         return self.deadline.clock
 
     def in_parts(
-        self, count: int, step: Step, marks: Sequence[str], cluster: Cluster, most_layers: int
+        self,
+        count: int,
+        step: Step,
+        marks: Sequence[str],
+        cluster: Cluster,
+        most_layers: int,
+        pins: Mapping[str, Any] = NO_PINS,
     ) -> Parts:
         """The step in so many parts; arguments as of `Parts.of`."""
         if count not in self.parts:
             self.parts[count] = Parts.of(
-                step, marks, cluster, count, clock=self.clock, most_layers=most_layers
+                step, marks, cluster, count, clock=self.clock, most_layers=most_layers, pins=pins
             )
         return self.parts[count]

@@ -5,10 +5,11 @@ run, with what they recompute, and run by the simulator in their schedule. What 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from autoshard.cost_model.cluster import Cluster, Link
 from autoshard.cost_model.mixed_cluster import AnyCluster
@@ -18,7 +19,7 @@ from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
 from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.pipeline.bounds import dispatch_s, least_makespan_s
-from autoshard.search.pipeline.intra_op import IntraOp, as_tasks, solved
+from autoshard.search.pipeline.intra_op import NO_PINS, IntraOp, as_tasks, solved
 from autoshard.search.pipeline.layer_costs import LayerCosts, Ledger
 from autoshard.search.pipeline.layer_shares import LayerShares
 from autoshard.search.pipeline.layers import MAX_LAYERS, Layers
@@ -53,6 +54,7 @@ class Parts:
       elsewhere: by nodes of other kinds, the same there, as far as that was asked for.
       is_lean: whether each device has a part only of what tasks read of parameters.
       most_layers: of how many layers it may be made.
+      pins: the `PartitionSpec` in which an argument must rest on the mesh of a replica, by its pytree path.
     """
 
     step_problem: StepProblem
@@ -72,6 +74,7 @@ class Parts:
     elsewhere: "dict[Cluster, Parts]" = field(default_factory=dict[Cluster, "Parts"])
     is_lean: bool = False
     most_layers: int = MAX_LAYERS
+    pins: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
     def of(
@@ -84,6 +87,8 @@ class Parts:
         borders: Sequence[int] = (),
         clock: SearchClock = PROCESSOR,
         most_layers: int = MAX_LAYERS,
+        pins: Mapping[str, Any] = NO_PINS,
+        decided: Sequence[Any] = (),
     ) -> "Parts":
         """Makes a step ready.
 
@@ -96,11 +101,15 @@ class Parts:
           borders: positions in the forward phase at which layers begin besides.
           clock: by which searches for it go.
           most_layers: of how many layers it may be made.
+          pins: the specs in which arguments must rest.
+          decided: per argument, what a plan decides of it; by default nothing is decided.
         """
         device = cluster.device
-        problem = StepProblem.of(looped(step, count), marks, device, sites, clock=clock, as_run=as_tasks)
+        problem = StepProblem.of(
+            looped(step, count), marks, device, sites, clock=clock, as_run=as_tasks, decided=decided
+        )
         clock.spend(PARTS_S * len(problem.graph.folded.program.ops))
-        return cls(problem, cluster, borders, most_layers=most_layers)
+        return cls(problem, cluster, borders, most_layers=most_layers, pins=pins)
 
     @cached_property
     def layers(self) -> Layers:
@@ -133,13 +142,15 @@ class Parts:
             return self
         if cluster not in self.elsewhere:
             problem = self.step_problem.on_devices(cluster.device)
-            self.elsewhere[cluster] = Parts(problem, cluster, first=self, is_lean=self.is_lean)
+            self.elsewhere[cluster] = Parts(
+                problem, cluster, first=self, is_lean=self.is_lean, pins=self.pins
+            )
         return self.elsewhere[cluster]
 
     @cached_property
     def lean(self) -> "Parts":
         """The same where each device has a part only of what tasks read of parameters."""
-        return Parts(self.step_problem, self.cluster, first=self, is_lean=True)
+        return Parts(self.step_problem, self.cluster, first=self, is_lean=True, pins=self.pins)
 
     def recomputing(self, sites: frozenset[Site]) -> "Parts":
         """The same with some of it recomputed."""
@@ -160,7 +171,7 @@ class Parts:
             clock=problem.clock,
             as_run=as_tasks,
         )
-        return Parts(problem, self.cluster, plain=self, most_layers=self.most_layers)
+        return Parts(problem, self.cluster, plain=self, most_layers=self.most_layers, pins=self.pins)
 
     def ledger(self, shape: tuple[int, ...]) -> Ledger:
         """What layers cost when a replica's devices form such a mesh."""
@@ -179,7 +190,7 @@ class Parts:
     def solution(self, shape: tuple[int, ...]) -> IntraOp:
         """How a replica's devices share the work when they form such a mesh."""
         if shape not in self.solutions:
-            self.solutions[shape] = solved(self.step_problem, self.cluster, shape, self.is_lean)
+            self.solutions[shape] = solved(self.step_problem, self.cluster, shape, self.is_lean, self.pins)
         return self.solutions[shape]
 
     def least_s(self, cluster: Cluster) -> float:

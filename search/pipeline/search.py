@@ -15,12 +15,12 @@ Where nothing fits, or the cap makes pipelines slower, the same step is searched
 each of what tasks read of parameters, and with stages that may recompute.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
@@ -46,6 +46,7 @@ from autoshard.search.pipeline.layers import MAX_LAYERS
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import Parts, Proposal
 from autoshard.search.pipeline.schedules.registry import FAMILIES, check_name, check_numbers
+from autoshard.search.pipeline.stage_pins import check_axes, shapes_for
 from autoshard.search.pipeline.stage_plan import InterOpProblem, NoCut
 from autoshard.search.pipeline.step_work import StepWork
 
@@ -72,6 +73,7 @@ class PipelineOptions:
       mesh: of each stage: how many replicas it has, then the mesh of a replica's devices; None to search it.
       remat: "never" to recompute nothing; None to search it.
       memory_share: the share of a cap that stages may take, by their layers' costs.
+      pins: the `PartitionSpec` in which an argument must rest on its stage's mesh, by its pytree path.
     """
 
     memory_bytes: int
@@ -81,6 +83,7 @@ class PipelineOptions:
     mesh: tuple[int, ...] | None = None
     remat: str | None = None
     memory_share: float = 1.0
+    pins: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def wanted(self) -> Wanted:
@@ -140,6 +143,7 @@ class PipelineSearch:
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress = options, progress
+        check_axes(options.pins)
         self.prepared = prepared or Prepared.within()
         self.best: Proposal | None = None
         self.cutoff_s = inf
@@ -297,7 +301,7 @@ class PipelineSearch:
 
     def _parts(self, count: int) -> Parts:
         first, most_layers = self.cluster.groups[0], self.options.most_layers
-        return self.prepared.in_parts(count, self.step, self.marks, first, most_layers)
+        return self.prepared.in_parts(count, self.step, self.marks, first, most_layers, self.options.pins)
 
     def _wanting(
         self,
@@ -413,10 +417,9 @@ class PipelineSearch:
         found: list[tuple[int, Shapes]] = []
         for num_replicas in (n for n in range(1, self.cluster.num_devices + 1) if self._may_hold(n)):
             sizes = (size // num_replicas for size in self._sizes if size % num_replicas == 0)
-            shapes = tuple(
-                (n,) for n in sizes if any(g.devices_per_node % n == 0 for g in self.cluster.groups)
-            )
-            if self._stand_everywhere(num_replicas, shapes):
+            within = (n for n in sizes if any(g.devices_per_node % n == 0 for g in self.cluster.groups))
+            shapes = tuple(shape for n in within for shape in shapes_for(self.options.pins, self.step, n))
+            if shapes and self._stand_everywhere(num_replicas, shapes):
                 found.append((num_replicas, shapes))
         return tuple(found)
 

@@ -15,11 +15,12 @@ from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Step
 from autoshard.search.memory.microbatches import looped
-from autoshard.search.pipeline.intra_op import decided
+from autoshard.search.pipeline.intra_op import decided, replica_choices
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import Parts
 from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.search.pipeline.spmd_search import Dealt, SpmdParts, SpmdProposal, SpmdSearch
+from autoshard.search.plan.decisions import apart
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.executors import SPMD
 from autoshard.search.plan.measured_shares import measured_shares
@@ -90,6 +91,32 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> SpmdPipeline:
     Raises:
       PlanError: it is for another step, or decides something impossible.
     """
+    dealt, parts = _read(step, plan, place)
+    try:
+        parts.solutions[dealt.shape] = decided(parts.step_problem, parts.cluster, plan.shardings[0], place)
+        found = SpmdParts(step, parts).proposal(dealt)
+    except InputError as e:
+        raise PlanError(f"{place}: {e}") from e
+    again = _pipeline(step, found, plan.memory_bytes)
+    return replace(again, plan=replace(again.plan, cluster=plan.cluster))
+
+
+def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple[str, ...]:
+    """All that a decision of a plan can be, whatever the other decisions are.
+
+    Raises:
+      PlanError: the plan is for another step, or decides nothing under this name.
+    """
+    _, parts = _read(step, plan, place)
+    return replica_choices(parts.step_problem, parts.cluster, plan.shardings[0], name, place)
+
+
+def _read(step: Step, plan: Plan, place: str) -> tuple[Dealt, Parts]:
+    """A plan's shape, and the step in parts.
+
+    Raises:
+      PlanError: the plan is for another step, or is impossible.
+    """
     check_is_for(plan, step, place)
     cluster = Cluster.from_json(plan.cluster, f"{place}: cluster")
     sharding, replicas = plan.shardings[0], plan.num_replicas
@@ -101,16 +128,12 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> SpmdPipeline:
         dealt.check(step, cluster)
         sites = frozenset()
         if plan.retention:
-            sites, _ = RetentionCodec(fold(flatten(looped(step, dealt.count)), ())).read(
-                plan.retention, place
-            )
-        parts = Parts.of(step, [""] * len(step.arguments), cluster, dealt.count, sites)
-        parts.solutions[shape] = decided(parts.step_problem, cluster, sharding, shape, place)
-        found = SpmdParts(step, parts).proposal(dealt)
+            codec = RetentionCodec(fold(flatten(looped(step, dealt.count)), ()))
+            sites, _ = codec.read(plan.retention, place)
+        marks, decided = [""] * len(step.arguments), apart(step, sharding)
+        return dealt, Parts.of(step, marks, cluster, dealt.count, sites, decided=decided)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
-    again = _pipeline(step, found, plan.memory_bytes)
-    return replace(again, plan=replace(again.plan, cluster=plan.cluster))
 
 
 def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipeline:

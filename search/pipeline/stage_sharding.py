@@ -7,7 +7,7 @@ parts as there are replicas (ZeRO's first stage; Rajbhandari et al. 2020, "ZeRO:
 trillion parameter models", section 5.1), but for what tasks read, which has to be whole for each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +25,11 @@ MIN_BYTES = 1 << 16
 
 
 def stage_sharding(
-    intra_op: IntraOp, step: PipelineStep, programs: StagePrograms, stage: int
+    intra_op: IntraOp,
+    step: PipelineStep,
+    programs: StagePrograms,
+    stage: int,
+    pinned: Collection[str] = (),
 ) -> StageSharding:
     """How a stage's values lie on its replicas, whose devices share the work by a solution.
 
@@ -34,8 +38,9 @@ def stage_sharding(
       step: the step in parts, cut as the programs are.
       programs: of its stages.
       stage: the stage.
+      pinned: pytree paths of arguments that each replica holds as the solution has them.
     """
-    return _Spelling(intra_op, step, programs, stage).run()
+    return _Spelling(intra_op, step, programs, stage, frozenset(pinned)).run()
 
 
 def split_over_replicas(
@@ -65,6 +70,7 @@ class _Spelling:
     step: PipelineStep
     programs: StagePrograms
     stage: int
+    pinned: frozenset[str]
 
     def run(self) -> StageSharding:
         mine = [program for program in self.programs.programs if program.stage == self.stage]
@@ -104,7 +110,7 @@ class _Spelling:
         """How a value lies between programs."""
         made = self._made(v)
         is_own = self.programs.is_of_replica(v) or v in self.programs.pieces
-        if is_own or v in self._read_by_tasks or v in self._batch:
+        if is_own or v in self._read_by_tasks or v in self._held_whole:
             return WHOLE, *made
         value = self.step.values[v]
         becomes = [self._state_dims.get((v, d), d) for d in range(len(value.shape))]
@@ -143,8 +149,8 @@ class _Spelling:
         return frozenset(v for t in tasks for v in t.reads if v not in self.programs.sums)
 
     @cached_property
-    def _batch(self) -> frozenset[int]:
-        """Examples, of which each replica takes its own."""
+    def _held_whole(self) -> frozenset[int]:
+        """Examples, of which each replica takes its own; and pinned arguments."""
         step = self.programs.step
         arguments = zip(step.graph.inputs, step.arguments, strict=True)
-        return frozenset(v for v, argument in arguments if argument.role is Role.BATCH)
+        return frozenset(v for v, a in arguments if a.role is Role.BATCH or a.name in self.pinned)

@@ -320,8 +320,13 @@ class DecisionCodec:
         spaced = re.sub(r"\s*(->|,)\s*", lambda mark: " -> " if mark[1] == "->" else ", ", text)
         return re.sub(r"\s+", " ", SPEC.sub(alike, spaced)).strip()
 
-    def choices(self, name: str, place: str) -> tuple[str, ...]:
+    def choices(self, name: str, place: str, kept: Sequence[np.ndarray] | None = None) -> tuple[str, ...]:
         """All that a decision can be.
+
+        Args:
+          name: the decision's name.
+          place: the plan's name in messages.
+          kept: per node, the strategies that there are for the plan's executor; by default all.
 
         Raises:
           PlanError: nothing is decided under this name.
@@ -333,7 +338,9 @@ class DecisionCodec:
                 f"{place}: {name!r} names no decision of this step. Near it are: {'; '.join(near)}",
                 section="a-wrong-name",
             )
-        return tuple(self.texts(named[name]))
+        texts = self.texts(named[name])
+        left = range(len(texts)) if kept is None else map(int, kept[named[name]])
+        return tuple(texts[strategy] for strategy in left)
 
 
 def _why_not(spec: Spec, shape: tuple[int, ...]) -> str:

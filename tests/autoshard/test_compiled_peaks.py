@@ -11,11 +11,12 @@ from hypothesis import given
 
 import autoshard
 from autoshard import compiled_peaks
-from autoshard.compiled_peaks import Judgement, kept
+from autoshard.compiled_peaks import MAX_ROUNDS, Judgement, kept
 from autoshard.cost_model.errors import CompilerError, InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.planning import ALWAYS, IN_DOUBT, NEVER, Asked
+from autoshard.options import ALWAYS, IN_DOUBT, NEVER, Options
 from autoshard.search.plan.peak_band import PEAK_BAND
+from autoshard.search.tightening import MARGIN
 
 CAP = 20 << 30
 GIB = 1 << 30
@@ -27,6 +28,7 @@ class Estimates:
     """As much of a plan's estimates as the loop reads."""
 
     peak_bytes: int
+    step_s: float
     compiled_peak_bytes: int | None = None
 
 
@@ -42,7 +44,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Found:
-    """As much of `driver.SearchResult` as the loop reads; every plan costs 100 s."""
+    """As much of `driver.SearchResult` as the loop reads."""
 
     plan: Plan
     bound_s: float = 0.0
@@ -59,11 +61,13 @@ class Trial:
       times: compiled bytes, as a multiple of the predicted ones, by the number of compiled plans so far.
       least_bytes: nothing fits lower limits.
       used: the share of the limit that a plan is predicted to hold.
+      step_s: the step time of the plan under a limit.
     """
 
     times: Callable[[int], float]
     least_bytes: float = 0.0
     used: float = 1.0
+    step_s: Callable[[float], float] = lambda limit_bytes: 100.0
     limits: list[float] = field(default_factory=list)
     limits_s: list[float | None] = field(default_factory=list)
     timeouts_s: list[float | None] = field(default_factory=list)
@@ -76,7 +80,7 @@ class Trial:
         progress("mesh 8 (1 of 1)")
         if limit_bytes < self.least_bytes:
             raise InfeasibleError(f"nothing fits {limit_bytes} bytes", self.least_bytes)
-        plan = Plan(limit_bytes, Estimates(int(self.used * limit_bytes)))
+        plan = Plan(limit_bytes, Estimates(int(self.used * limit_bytes), self.step_s(limit_bytes)))
         return Found(plan, bound_s=90.0 + len(self.limits))
 
     def judge(self, found, timeout_s):
@@ -98,20 +102,20 @@ def test_a_plan_that_fits_is_returned_at_once_with_its_compiled_peak():
     assert plan.estimates.compiled_peak_bytes == int(0.9 * CAP)
 
 
-def test_the_limit_is_lowered_by_the_overshoot_and_the_plan_keeps_the_cap():
+def test_the_limit_is_lowered_by_the_ratio_of_both_peaks_and_the_plan_keeps_the_cap():
     trial = Trial(lambda n: 1.1)
     with pytest.warns(
         autoshard.AutoshardWarning, match="compiled to 22 GiB, above the cap of 20 GiB: it was searched again"
     ):
         plan = trial.kept()
-    assert trial.limits == [CAP, pytest.approx(18 * GIB - 0.005 * CAP, abs=1)]
+    assert trial.limits == [CAP, pytest.approx((1 - MARGIN) * CAP / 1.1, abs=1)]
     assert plan.memory_bytes == CAP
     assert plan.estimates.compiled_peak_bytes == int(1.1 * plan.estimates.peak_bytes) <= CAP
     assert trial.lines[1] == (
         "mesh 8 (1 of 1) (round 2, as the plan predicted to need 20 GiB a device was compiled to 22 GiB, above the "
         "cap of 20 GiB)"
     )
-    assert (plan.search_s["solve"], plan.search_s["rounds before"]) == (2.0, 2.0)
+    assert (plan.search_s["solve"], plan.search_s["other rounds"]) == (2.0, 2.0)
     assert plan.search_s["compiler"] > 0
 
 
@@ -147,21 +151,27 @@ def test_each_limit_is_below_the_one_before(times):
     assert all(lower < higher for higher, lower in pairwise(trial.limits))
 
 
+def growing(n):
+    """Errors that grow as fast as limits fall, so that each plan is compiled to more than the cap."""
+    return 3.0 + n
+
+
 def test_nothing_fits_as_compiled():
-    trial = Trial(lambda n: 3.0 + n)
+    trial = Trial(growing)
     with pytest.raises(
         InfeasibleError,
-        match=r"predicted to need 20 GiB a device was compiled to 60 GiB, above the cap of 20 GiB, and the smallest of 1 "
-        r"was compiled to 60 GiB. To go on: allow 60.6 GiB a device",
+        match=r"was compiled to 22.7 GiB, above the cap of 20 GiB, and the smallest of 6 was compiled to 22.7 GiB. "
+        r"To go on: allow 23 GiB a device",
     ) as raised:
         trial.kept()
-    assert raised.value.smallest_bytes == 3 * CAP
+    assert raised.value.smallest_bytes == min(trial.compiled.values()) > CAP
+    assert len(trial.limits) == MAX_ROUNDS
     assert "verify='never'" not in str(raised.value)
 
 
 def test_the_search_that_asks_unasked_says_how_it_leaves_that():
     with pytest.raises(InfeasibleError, match=r"take the plan as predicted, with verify='never'"):
-        Trial(lambda n: 3.0).kept(is_asked=False)
+        Trial(growing).kept(is_asked=False)
 
 
 def test_nothing_fits_as_predicted():
@@ -169,6 +179,44 @@ def test_nothing_fits_as_predicted():
     with pytest.raises(InfeasibleError, match=r"^nothing fits"):
         trial.kept()
     assert not trial.compiled
+
+
+@dataclass
+class Roomy(Trial):
+    """The first plan is compiled to 5/4 of the cap, others to their predicted peaks; less memory takes more time."""
+
+    times: Callable[[int], float] = lambda n: 1.25 if n == 0 else 1.0
+    step_s: Callable[[float], float] = lambda limit_bytes: CAP / limit_bytes
+
+
+@warns_of_another_round
+def test_half_way_back_the_faster_plan_is_taken():
+    trial = Roomy()
+    plan = trial.kept()
+    assert trial.limits == [pytest.approx(share * CAP, rel=0.01) for share in (1.0, 0.8, 0.9)]
+    assert plan.estimates.peak_bytes == plan.estimates.compiled_peak_bytes == trial.limits[2]
+    assert plan.search_s["other rounds"] == 4.0
+
+
+@warns_of_another_round
+def test_half_way_back_a_plan_that_is_not_faster_is_not_compiled():
+    trial = Roomy(step_s=lambda limit_bytes: 1.0 if limit_bytes > 0.95 * CAP else 2.0)
+    plan = trial.kept()
+    assert (len(trial.limits), len(trial.compiled)) == (3, 2)
+    assert plan.estimates.compiled_peak_bytes == trial.limits[1]
+
+
+@warns_of_another_round
+def test_half_way_back_a_plan_that_cannot_be_compiled_is_not_taken():
+    trial = Roomy()
+
+    def judge(found, timeout_s):
+        if len(trial.compiled) == 2:
+            raise CompilerError("the compiler was killed")
+        return trial.judge(found, timeout_s)
+
+    plan = kept(trial.search, judge, CAP, trial.lines.append, is_asked=False).plan
+    assert (len(trial.limits), plan.estimates.compiled_peak_bytes) == (3, trial.limits[1])
 
 
 @warns_of_another_round
@@ -194,6 +242,14 @@ def test_in_doubt_is_what_the_error_band_says(used, is_compiled):
     plan = trial.kept(is_asked=False)
     assert bool(trial.compiled) == (plan.estimates.compiled_peak_bytes is not None) == is_compiled
     assert ("compiler" in plan.search_s) == is_compiled
+
+
+@warns_of_another_round
+def test_after_a_plan_that_does_not_fit_the_error_band_is_not_believed():
+    trial = Trial(lambda n: 3.0 if n < 2 else 1.0)
+    plan = trial.kept(is_asked=False)
+    assert plan.estimates.peak_bytes * PEAK_BAND[1] < CAP
+    assert plan.estimates.compiled_peak_bytes == trial.compiled[plan.estimates.peak_bytes]
 
 
 def test_asked_for_every_plan_is_compiled():
@@ -259,6 +315,18 @@ def test_rounds_and_compiler_share_the_time_limit(clock):
     assert (trial.limits_s, trial.timeouts_s) == ([20.0, 15.0], [17.0, 12.0])
 
 
+@warns_of_another_round
+def test_when_the_time_is_over_no_limit_half_way_back_is_tried(clock):
+    trial = Roomy()
+
+    def judge(*args):
+        clock[0] += 6.0
+        return trial.judge(*args)
+
+    plan = kept(trial.search, judge, CAP, trial.lines.append, is_asked=False, time_limit_s=10.0).plan
+    assert (len(trial.limits), plan.estimates.compiled_peak_bytes) == (2, trial.limits[1])
+
+
 def test_a_plan_known_not_to_fit_is_not_returned_when_the_time_is_over(clock):
     trial = Trial(lambda n: 1.1)
 
@@ -297,10 +365,10 @@ def test_unasked_the_compiler_is_neither_installed_nor_missed(
 ):
     monkeypatch.setattr(compiled_peaks, "is_there", lambda: is_there)
     monkeypatch.setattr("autoshard.verification.judge.provided", silent)
-    judge = compiled_peaks.judge_of(cluster, Asked(verify=verify), silent)
+    judge = compiled_peaks.judge_of(cluster, Options.of({"verify": verify}), silent)
     assert (judge is not None) == is_judged
 
 
 def test_a_compiler_that_is_asked_for_must_know_the_devices():
     with pytest.raises(autoshard.InputError, match="its devices are no GPUs"):
-        compiled_peaks.judge_of(CPUS, Asked(verify=ALWAYS), silent)
+        compiled_peaks.judge_of(CPUS, Options(verify=ALWAYS), silent)

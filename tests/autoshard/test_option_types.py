@@ -1,6 +1,7 @@
 """Options of a wrong type are refused where they are written, each by one sentence."""
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import InputError, PlanError, api, option_types, pipelines, planning
+from autoshard import InputError, PlanError, api, option_types, pipelines
+from autoshard.options import Options
 
 WRONG = [
     ("verify", True, "wanted verify as 'never', 'auto' or 'always', got True"),
@@ -173,22 +175,33 @@ def test_each_option_of_a_public_function_has_a_type(face):
 
 def test_type_checkers_see_the_options_of_the_decorator():
     options = inspect.signature(autoshard.parallelize).parameters.keys() - {"step"}
-    assert api.Options.__annotations__.keys() == options
+    assert api.Keywords.__annotations__.keys() == options
+
+
+def test_the_options_are_those_of_the_functions():
+    given = {f.name for f in fields(Options)}
+    faces = autoshard.search, autoshard.parallelize
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    assert given == {
+        p.name for f in faces for p in inspect.signature(f).parameters.values() if p.kind is keyword_only
+    }
 
 
 def test_numbers_of_numpy_are_python_s_in_a_plan():
     two = np.int64(2)
-    assert type(planning.whole(two)) is int
-    assert planning.mesh_shape((two, 4)) == (2, 4)
-    stages = pipelines.asked_for(two, None)
-    assert stages is not None
-    assert type(stages.count) is int
+    options = Options.of({"stages": two, "microbatches": two, "mesh": np.array([2, 4])})
+    assert (options.num_stages, options.microbatches, options.mesh) == (2, 2, (2, 4))
+    assert {type(one) for one in (options.stages, options.microbatches, *options.mesh)} == {int}
+
+
+def test_nothing_pinned_is_no_pin():
+    assert Options.of({"pin": {}, "verify": None}) == Options()
 
 
 def test_the_jit_executor_is_one_program_without_a_pipeline():
-    assert pipelines.asked_for(None, None, "jit", is_open=True) is None
-    assert pipelines.asked_for(1, None, "jit") is None
+    assert not pipelines.are_allowed(Options(executor="jit"))
+    assert not pipelines.are_allowed(Options(executor="jit", stages=1))
     with pytest.raises(
         InputError, match="executor='jit' is one program, without a pipeline, and stages='auto'"
     ):
-        pipelines.asked_for("auto", None, "jit")
+        pipelines.are_allowed(Options(executor="jit", stages="auto"))

@@ -1,6 +1,7 @@
 """`parallelize(stages=...)`: a step that trains as a pipeline, and what is said where it cannot."""
 
 import functools
+import json
 import pickle
 import time
 from dataclasses import replace
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard import compiled_peaks
+from autoshard.compiled_peaks import Judgement
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.units import format_seconds
+from autoshard.pipelines import LATEST
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.plan import Plan
 from tests.executors.agreement import Reference, assert_equal, run_steps
@@ -59,6 +63,174 @@ def test_a_step_trains_as_on_one_device_and_its_state_is_born_on_its_stages(mlp)
     assert (first, last) == (set(jax.devices()[:4]), set(jax.devices()[4:]))
     assert_equal(run_steps(step, case, state, NUM_STEPS), mlp.results)
     assert [*map(step.plan.mesh_of, step.plan.stages)] == [{"replica": 2, "data": 2}] * 2
+
+
+# --- pinned arguments
+
+
+def momentum(state, x):
+    """A step of two wide layers with momentum, which only the update reads."""
+
+    def loss(w):
+        return jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+
+    old = state["m"]
+    m = [0.9 * m + g for m, g in zip(old, jax.grad(loss)(state["w"]), strict=True)]
+    return {"w": [w - 0.1 * m for w, m in zip(state["w"], m, strict=True)], "m": m}
+
+
+WIDTH = 192
+"""Momenta are large enough to be split over replicas."""
+
+
+def of_momentum():
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH for key in keys[:2]]
+    return {"w": w, "m": [jnp.zeros_like(x) for x in w]}, jax.random.normal(keys[2], (8, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("pin", "mesh", "specs"),
+    [
+        ({"state['w'][0]": jax.P(None, "data")}, (2, 2), {"w0": jax.P(None, "data")}),
+        ({"state['m'][0]": jax.P()}, (2, 2), {"m0": jax.P()}),
+        ({"state['m'][*]": jax.P("data")}, (2, 2), dict.fromkeys(("m0", "m1"), jax.P("data"))),
+        (
+            {"state['m']": "P('data', 'model')"},
+            (1, 2, 2),
+            dict.fromkeys(("m0", "m1"), jax.P("data", "model")),
+        ),
+        ({"state['w'][1]": jax.P("model")}, None, {"w1": jax.P("model")}),
+        ({"x": jax.P("data")}, (2, 2), {"x": jax.P("data")}),
+    ],
+)
+def test_a_pinned_argument_rests_as_pinned_on_each_replica_of_its_stage(pin, mesh, specs, tmp_path):
+    state, x = of_momentum()
+    options = {"stages": 2, "microbatches": 2, "schedule": "1f1b"}
+    step = autoshard.parallelize(momentum, **options, mesh=mesh, pin=pin)
+    wanted = momentum(momentum(state, x), x)
+    rests, there = step.in_shardings(state, x)
+    after = step(step(jax.device_put(state, rests), x), x)
+    for got, want in zip(*map(jax.tree.leaves, (after, wanted)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+    places = {f"{kind}{n}": sharding for kind in "wm" for n, sharding in enumerate(rests[kind])} | {
+        "x": there
+    }
+    assert {name: places[name].spec for name in specs} == specs
+    assert jax.tree.map(lambda array: array.sharding, after) == rests
+    step.plan.save(tmp_path / "plan.json")
+    again = autoshard.parallelize(momentum, plan=tmp_path / "plan.json")
+    assert again.in_shardings(state, x) == (rests, there)
+    assert again.plan == step.plan
+
+
+def test_without_a_pin_state_that_only_the_update_reads_is_split_over_replicas():
+    state, x = of_momentum()
+    step = autoshard.parallelize(momentum, stages=2, microbatches=2, mesh=(2, 2), schedule="1f1b")
+    rests, _ = step.in_shardings(state, x)
+    assert "replica" in rests["m"][0].spec
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pin": {"state['w'][0]": jax.P("replica")}}, "no stage's mesh has an axis 'replica' for pins"),
+        ({"pin": {"x": jax.P("data")}, "executor": "spmd"}, "pin= is for stages with a program each"),
+        ({"pin": {"state['m'][0]": jax.P("model")}, "mesh": (2, 2)}, "pin \"state['m'][0]\": .*'model'"),
+        (
+            {"pin": {"state['m'][0]": "P('data') on host"}},
+            "rests on the host, and a pipeline is planned without",
+        ),
+        (
+            {"pin": {"state['m'][0]": jax.P(None, None, "data")}, "mesh": (2, 2)},
+            "2 dimensions, and the spec is for 3",
+        ),
+    ],
+)
+def test_what_cannot_be_pinned_on_stages_is_said(options, said):
+    with pytest.raises(InputError, match=said.replace("[", "\\[").replace("]", "\\]")):
+        autoshard.parallelize(momentum, stages=2, **options)(*of_momentum())
+
+
+# --- the choices of a decision
+
+
+OF_A_PRODUCT = {
+    "P(), P() -> P()",
+    "P('data'), P() -> P('data')",
+    "P(None, 'data'), P('data') -> P(unreduced={'data'})",
+    "P(), P(None, 'data') -> P(None, 'data')",
+}
+
+
+def scanned(w, x):
+    """A step of layers in a loop."""
+
+    def loss(w):
+        y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, w)
+        return jnp.mean(y**2)
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize(("step", "executor"), [(momentum, "mpmd"), (scanned, "spmd")])
+def test_a_pipelines_decision_has_the_choices_of_one_programs(step, executor):
+    args = of_momentum() if step is momentum else (jnp.ones((2, 16, 16)), jnp.ones((8, 16)))
+    plan = autoshard.search(
+        step,
+        *args,
+        cluster="8xCPU",
+        stages=2,
+        microbatches=2,
+        mesh=(1, 4),
+        executor=executor,
+        schedule="gpipe",
+    )
+    name, total = (
+        "forward dot_general",
+        next(n for n in plan.shardings[0].ops if n.startswith("backward carry")),
+    )
+    assert {*autoshard.choices(step, *args, plan=plan, name=name)} == OF_A_PRODUCT
+    sums = autoshard.choices(step, *args, plan=plan, name=total)
+    assert plan.shardings[0].ops[total] in sums
+    assert not any("unreduced" in text for text in sums), "no program hands on the terms of a sum"
+
+
+def test_each_choice_of_a_pipelines_decision_can_be(tmp_path):
+    state, x = of_momentum()
+    shapes = dict(cluster="8xCPU", stages=2, microbatches=2, mesh=(1, 4), schedule="1f1b")
+    plan = autoshard.search(momentum, state, x, **shapes)
+    data, name = plan.to_json(), "state['m'][0]"
+    for text in autoshard.choices(momentum, state, x, plan=plan, name=name):
+        data["shardings"][0]["arguments"][name] = text
+        (path := tmp_path / "plan.json").write_text(json.dumps(data))
+        step = autoshard.parallelize(momentum, plan=path)
+        spec = step.in_shardings(state, x)[0]["m"][0].spec
+        assert str(spec).replace(",)", ")") == text
+
+
+# --- arguments that are given up
+
+
+def two_layers(w, x, cache):
+    """A step of two layers, with an array besides that has a result like it."""
+
+    def loss(w):
+        return jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+
+    return [v - 0.1 * g for v, g in zip(w, jax.grad(loss)(w), strict=True)], jnp.sin(cache)
+
+
+@pytest.mark.parametrize("donate", [None, "cache"])
+def test_what_is_given_up_is_reused_where_a_result_is_like_it(donate):
+    w, x, cache = [jnp.ones((16, 16)) / 16] * 2, jnp.ones((8, 16)), jnp.ones((4, 3))
+    step = autoshard.parallelize(two_layers, stages=2, microbatches=2, donate=donate)
+    wanted = two_layers(w, x, cache)
+    for _ in range(2):
+        _, _, there = step.in_shardings(w, x, cache)
+        given = jax.device_put(cache + 0, there)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), step(w, x, given), wanted)
+        assert given.is_deleted() == (donate is not None)
 
 
 def test_a_state_made_the_ordinary_way_is_placed_by_the_first_call(mlp):
@@ -120,7 +292,6 @@ def test_a_batch_of_another_size_has_its_own_pipeline(mlp):
         ({"stages": 2, "mesh": (8,)}, "wanted the mesh of a stage as its number of replicas and"),
         ({"stages": 2, "mesh": (2, 4)}, "take 16 devices"),
         ({"stages": 2, "offload": "never"}, "a pipeline is planned without offload="),
-        ({"stages": 2, "donate": "batch"}, "a pipeline is planned without donate="),
     ],
 )
 def test_what_cannot_be_asked_for_is_said(options, said):
@@ -321,6 +492,21 @@ def test_a_pipeline_is_found_by_itself_where_one_program_waits():
     assert step.plan.executor == "mpmd"
     with pytest.raises(InputError, match="or ask for stages=1 there"):
         autoshard.parallelize(case.step, like=step)(wanted, case.batch(0))
+
+
+def test_the_compiler_has_the_time_that_a_search_of_pipelines_leaves(monkeypatch):
+    timeouts_s = []
+
+    def judge(found, timeout_s):
+        timeouts_s.append(timeout_s)
+        return Judgement(1, 1, 1, True)
+
+    monkeypatch.setattr(compiled_peaks, "judge_of_pipelines", lambda *_: judge)
+    monkeypatch.setattr(compiled_peaks, "may_exceed", lambda *_: True)
+    case = make_mlp()
+    autoshard.search(case.step, *case.abstract_args(), cluster="8xCPU", stages=2, time_limit_s=60)
+    (timeout_s,) = timeouts_s
+    assert 0 < timeout_s < LATEST * 60
 
 
 def test_where_one_program_does_well_or_what_is_asked_for_means_one_no_pipeline_is_searched():

@@ -7,7 +7,8 @@ import pytest
 import autoshard
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_cluster, parse_hardware
-from autoshard.planning import Asked, applied, limit_bytes, traced
+from autoshard.options import Options
+from autoshard.planning import applied, limit_bytes, traced
 from autoshard.search.plan.peak_band import compiled
 from autoshard.search.plan.plan import Plan
 
@@ -26,13 +27,13 @@ H100 = parse_cluster("8xH100-80GB").device.memory_bytes
     ],
 )
 def test_a_cap_is_a_size_or_a_share_of_the_largest_device(cluster, memory, num_bytes):
-    assert limit_bytes(parse_hardware(cluster), Asked(memory)) == num_bytes
+    assert limit_bytes(parse_hardware(cluster), Options(memory=memory)) == num_bytes
 
 
 @pytest.mark.parametrize("memory", ["%", "0%", "-1%", "nan%", "inf%", "half%", "90%%"])
 def test_a_share_that_is_none(memory):
     with pytest.raises(InputError, match="wanted a share of a device's memory such as '90%', got"):
-        limit_bytes(parse_hardware("8xH100-80GB"), Asked(memory))
+        limit_bytes(parse_hardware("8xH100-80GB"), Options(memory=memory))
 
 
 def test_a_compiled_peak_outlives_new_estimates_but_no_edit():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard import InfeasibleError, programs
+from autoshard import InfeasibleError, compiled_peaks, programs
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla import compiler
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, ATTEMPTS, UNHIDDEN
@@ -81,9 +81,10 @@ def test_a_plan_that_compiles_to_more_than_the_cap_is_searched_again(roomy, peak
     num_larger[0], cap_bytes = 3, roomy[0]
     with pytest.warns(autoshard.AutoshardWarning, match=r"above the cap .* it was searched again"):
         found, program = searched(cap_bytes)
-    assert min(made[:3]) > cap_bytes >= made[-1] == compiled_peak(program)
+    assert min(made[:3]) > cap_bytes >= compiled_peak(program) == found.plan.estimates.compiled_peak_bytes
     assert found.plan.memory_bytes == cap_bytes
-    assert besides == [*ATTEMPTS, AS_PLANNED]
+    assert besides[:3] == [*ATTEMPTS]
+    assert all(told == AS_PLANNED for told in besides[3:])
 
 
 @pytest.mark.usefixtures("on_gpus")
@@ -113,6 +114,21 @@ def test_a_plan_that_compiles_to_the_cap_is_kept(roomy):
     found, program = searched(int(1.05 * max(roomy)))
     assert compiled_peak(program) == roomy[1]
     assert found.plan.search_s["compiler"] > 0
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_the_program_is_that_of_the_plan_and_not_the_last_that_was_compiled(monkeypatch, roomy):
+    def kept(search, judge, cap_bytes, progress, *_, **__):
+        if judge is None:
+            return search(cap_bytes, None, progress)
+        first, last = (search(limit_bytes, None, progress) for limit_bytes in (cap_bytes, roomy[0] - 1))
+        judge(first, None), judge(last, None)
+        return first
+
+    monkeypatch.setattr(compiled_peaks, "kept", kept)
+    found, program = searched(1 << 34)
+    assert found.plan.estimates.peak_bytes == roomy[0]
+    assert compiled_peak(program) == roomy[1]
 
 
 def test_the_scheduler_is_told_of_the_cap():
