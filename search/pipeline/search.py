@@ -241,7 +241,7 @@ class PipelineSearch:
         """The work of the step, where that is not known from one program."""
         if self.prepared.bounds is None and isinstance(self.cluster, Cluster):
             shape = min(min(shapes) for _, shapes in self._meshes(parts.count))
-            work = StepWork.of(parts.solution(shape).on_mesh.memory.costed)
+            work = StepWork.of(parts.solution(shape).on_mesh)
             self.prepared.bounds = Bounds(self.step, self.cluster, work)
 
     def _worth_a_look(self, parts: Parts) -> Iterator[Kind]:
