@@ -410,15 +410,16 @@ class PipelineSearch:
             self._check_mesh()
             num_replicas, *shape = self.options.mesh
             return ((num_replicas, (tuple(shape),)),)
-        found: list[tuple[int, Shapes]] = []
-        for num_replicas in (n for n in range(1, self.cluster.num_devices + 1) if self._may_hold(n)):
-            sizes = (size // num_replicas for size in self._sizes if size % num_replicas == 0)
-            shapes = tuple(
-                (n,) for n in sizes if any(g.devices_per_node % n == 0 for g in self.cluster.groups)
-            )
-            if self._stand_everywhere(num_replicas, shapes):
-                found.append((num_replicas, shapes))
-        return tuple(found)
+        inside = sorted({n for group in self.cluster.groups for n in _divisors(group.devices_per_node)})
+        found: dict[int, list[tuple[int, ...]]] = {}
+        for size, n in product(self._sizes, inside):
+            if size % n == 0:
+                found.setdefault(size // n, []).append((n,))
+        return tuple(
+            (num_replicas, tuple(shapes))
+            for num_replicas, shapes in sorted(found.items())
+            if self._may_hold(num_replicas) and self._stand_everywhere(num_replicas, tuple(shapes))
+        )
 
     def _stand_everywhere(self, num_replicas: int, shapes: Shapes) -> bool:
         """Whether stages of some of these meshes may stand on nodes of each kind."""
@@ -428,15 +429,20 @@ class PipelineSearch:
     def _may_hold(self, num_replicas: int) -> bool:
         """Whether weights, of which each replica has a copy or a gradient of that size, may fit so often, and the rest of
         the state once."""
+        weights, rest = self._held_bytes
+        caps = self.cluster.caps(self.options.memory_bytes)
+        there = sum(g.num_devices * cap for g, cap in zip(self.cluster.groups, caps, strict=True))
+        return num_replicas * weights + rest <= self.options.memory_share * there
+
+    @cached_property
+    def _held_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights, and of the rest of the state."""
         arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
         sizes = {role: 0 for role in Role}
         for v, argument in arguments:
             sizes[argument.role] += self.step.graph.values[v].num_bytes
         weights = sizes.pop(Role.PARAMETER) + sizes.pop(Role.FROZEN)
-        rest = sum(sizes.values()) - sizes[Role.BATCH]
-        caps = self.cluster.caps(self.options.memory_bytes)
-        there = sum(g.num_devices * cap for g, cap in zip(self.cluster.groups, caps, strict=True))
-        return num_replicas * weights + rest <= self.options.memory_share * there
+        return weights, sum(sizes.values()) - sizes[Role.BATCH]
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -547,3 +553,7 @@ def _sums(terms: Sequence[int], count: int, most: int) -> frozenset[int]:
     for _ in range(count):
         found = frozenset(total + term for total in found for term in terms if total + term <= most)
     return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
