@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.meshes import divisors
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.ir.graph import Role, Step
@@ -410,7 +411,7 @@ class PipelineSearch:
             self._check_mesh()
             num_replicas, *shape = self.options.mesh
             return ((num_replicas, (tuple(shape),)),)
-        inside = sorted({n for group in self.cluster.groups for n in _divisors(group.devices_per_node)})
+        inside = sorted({n for group in self.cluster.groups for n in divisors(group.devices_per_node)})
         found: dict[int, list[tuple[int, ...]]] = {}
         for size, n in product(self._sizes, inside):
             if size % n == 0:
@@ -470,8 +471,7 @@ class PipelineSearch:
     def _counts(self) -> list[int]:
         """Numbers of parts, the most first; where it is said how many microbatches there are, those for any number of
         replicas, the fewest first, as all will be tried."""
-        divisors = batch_divisors(self.step)
-        batch, asked = max(divisors, default=1), self.options.microbatches
+        batch, asked = max(batch_divisors(self.step), default=1), self.options.microbatches
         replicas = [n for n, _ in self._all_meshes]
         if asked is not None:
             return [asked * n for n in replicas if batch % (asked * n) == 0 or n == 1]
@@ -553,7 +553,3 @@ def _sums(terms: Sequence[int], count: int, most: int) -> frozenset[int]:
     for _ in range(count):
         found = frozenset(total + term for total in found for term in terms if total + term <= most)
     return found
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
