@@ -200,7 +200,7 @@ def _prepared(
         )
     clock, again_s = found.on_mesh.clock, cluster.num_devices * found.plan.estimates.recompute_s
     began_s = 0.0 if clock.counts_work else clock_s
-    work = StepWork.of(found.on_mesh.memory.costed, again_s)
+    work = StepWork.of(found.on_mesh, again_s)
     return Prepared(Deadline(clock, began_s + limit_s), bounds=Bounds(step, cluster, work))
 
 

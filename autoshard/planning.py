@@ -29,6 +29,7 @@ from autoshard.search.plan.argument_paths import near
 from autoshard.search.plan.peak_band import compiled_as
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.fingerprint import fingerprint
+from autoshard.search.problem.op_rules import primitives_without_rule
 from autoshard.user_warning import warn
 
 LARGE_BYTES = 1 << 20
@@ -71,7 +72,7 @@ def traced(
         )
     if attention is not None and "cpu" in (cluster.platform, *(device.platform for device in devices)):
         raise _no_attention(attention)
-    for name, (count, where) in driver.primitives_without_rule(graph).items():
+    for name, (count, where) in primitives_without_rule(graph).items():
         warn(
             f"{name} has no factor rule and is computed in full on every device ({count} in the step, first {where}). "
             "To say how it splits, wrap it in jax.experimental.custom_partitioning with a sharding_rule"

@@ -15,6 +15,7 @@ axes with nodes of eight.
 """
 
 from itertools import combinations, pairwise, permutations
+from math import isqrt
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import MeshModel
@@ -87,8 +88,8 @@ def finer_shapes(cluster: Cluster, *coarser: tuple[int, ...]) -> tuple[tuple[int
 
 def _boundaries(cluster: Cluster) -> list[int]:
     """The strides at which an axis may end, largest first."""
-    inside = [stride for stride in _divisors(cluster.devices_per_node) if stride > 1]
-    node_counts = [count for count in _divisors(cluster.num_nodes) if 1 < count < cluster.num_nodes]
+    inside = [stride for stride in divisors(cluster.devices_per_node) if stride > 1]
+    node_counts = [count for count in divisors(cluster.num_nodes) if 1 < count < cluster.num_nodes]
     across = [cluster.devices_per_node * count for count in node_counts[:_NUM_NODE_BOUNDARIES]]
     strides = [stride for stride in inside + across if stride < cluster.num_devices]
     preferred = sorted(
@@ -97,8 +98,15 @@ def _boundaries(cluster: Cluster) -> list[int]:
     return sorted(preferred[:MAX_BOUNDARIES], reverse=True)
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in ascending order; none of zero.
+
+    Example:
+      >>> divisors(12)
+      [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _placement(cluster: Cluster, shape: tuple[int, ...]) -> tuple:

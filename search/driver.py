@@ -468,14 +468,3 @@ def _said(options: Options) -> dict[str, Any]:
     if options.pins:
         said["pin"] = {name: str(spec) for name, spec in sorted(options.pins.items())}
     return said
-
-
-def primitives_without_rule(step: Step) -> dict[str, tuple[int, str]]:
-    """Primitives that are replicated for want of a rule, where there is data to split: how many ops, and where the
-    first one stands."""
-    found: dict[str, tuple[int, str]] = {}
-    for op in flatten(step).ops:
-        if op.op is not None and op.rule.is_unknown and any(f.size > 1 for f in op.rule.factors):
-            count, where = found.get(op.name, (0, op.op.where))
-            found[op.name] = (count + 1, where)
-    return found

@@ -100,7 +100,8 @@ def cut_at(rule: Rule, dims: Sequence[tuple[int, ...]], state: PerExample, count
 def rule_of(op: Op, graph: Graph) -> Rule:
     """An op's factors."""
     rule = rule_for(op.name, [graph.value(a) for a in op.inputs], op.result_values, op.params)
-    return _in_runs(rule, _pieces(op.name, op.params))
+    pieces = _pieces(op.name, op.params)
+    return _in_runs(rule, pieces) if pieces else rule
 
 
 def _pieces(name: str, params: dict[str, Any]) -> dict[int, tuple[int, ...]]:

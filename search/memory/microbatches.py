@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.meshes import divisors
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Step, Value, verify, without_dead_ops
 from autoshard.search.memory.batch_split import batch_split
@@ -181,8 +182,7 @@ def taken_apart(step: Step, count: int) -> MicrobatchParts:
 
 def batch_divisors(step: Step) -> list[int]:
     """The numbers of equal parts into which the batch can be split, in ascending order; none if there is no batch."""
-    size = next(iter(_batch_sizes(step)), 0)
-    return [n for n in range(1, size + 1) if size % n == 0]
+    return divisors(next(iter(_batch_sizes(step)), 0))
 
 
 def batch_halvings(step: Step) -> list[int]:

@@ -20,7 +20,8 @@ evenly: the work of a step in m r parts on z devices each (`search.pipeline.step
 * the update, and all else that may run once, shared evenly by all devices;
 * the sums of gradients over replicas. A stage with P_s bytes of gradients takes rho P_s / z, since each of its devices holds
   P_s / z of them; rho are the seconds of a byte in a reduce-scatter and an all-gather. The longest stage takes no less than
-  the average over devices, which is rho r P / D for every cut;
+  the average over devices, which is rho r P / D for every cut. Where c workers hold a copy of each stage, gradients are
+  summed over c r devices, and the average is c times as much;
 
 and the hosts have to hand out all tasks.
 
@@ -29,16 +30,17 @@ by some percent than equal stages are. Layers are not divisible. So a family's b
 and ranks families whose stages differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil, inf, prod
 
+import jax.numpy as jnp
 import numpy as np
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import MeshModel
-from autoshard.search.ir.graph import Role, Step
+from autoshard.search.ir.graph import Graph, Role, Step, Value, walk
 from autoshard.search.pipeline.schedules.registry import FAMILIES
 from autoshard.search.pipeline.simulator import StageCost
 from autoshard.search.pipeline.step_work import StepWork
@@ -46,9 +48,6 @@ from autoshard.search.problem.costs import COMBINED_BYTES
 
 DISPATCH_S = 2e-4
 """Seconds in which a host hands out a task. Source: `benchmarks/pipeline_dispatch.py`, on a core of a server."""
-
-NARROW_BYTES = 2
-"""Bytes of an element of a gradient, at least: it may be in a narrower type than its parameter."""
 
 
 def least_makespan_s(name: str, costs: Sequence[StageCost], num_microbatches: int, num_workers: int) -> float:
@@ -145,11 +144,12 @@ class Bounds:
         stages = workers * per_worker
         if not workers or stages > self._most_stages or not family.suits(workers, m):
             return inf
-        passes, longest_s = self.work.passes(one.count * size), self.work.longest_s(one.count * size)
+        passes, longest_s = self.work.passes(one.count, size), self.work.longest_s(one.count, size)
         cost = StageCost(*passes.times(1 / (total * m * per_worker)))
         busy_s = max(least_makespan_s(one.schedule, [cost] * stages, m, workers), m * longest_s)
         copies = 2 if one.schedule == "chimera" else 1  # of each stage, on two workers
-        once_s = copies * (self.work.once_s + self._reduction_s(one.num_replicas, size)) / total
+        reduction_s = one.num_replicas * self._reduction_s(copies * one.num_replicas, size)
+        once_s = copies * (self.work.once_s + reduction_s) / total
         told_s = (
             0.0 if one.is_one_program else dispatch_s(one.schedule, m, ceil(stages / self.cluster.num_nodes))
         )
@@ -172,17 +172,30 @@ class Bounds:
         """A stage has at least a kernel of the forward pass."""
         return self.work.num_forward_kernels or inf
 
-    def _reduction_s(self, num_replicas: int, size: int) -> float:
-        """Seconds of the devices together for gradients, and for what is read of the new parameters."""
-        if num_replicas == 1 or not self._gradient_bytes:
+    def _reduction_s(self, num_copies: int, size: int) -> float:
+        """Seconds in which as many devices as a replica has add up all gradients over so many copies of a stage, and gather
+        what is read of the new parameters."""
+        if num_copies == 1 or not self._gradient_bytes:
             return 0.0
-        mesh, num_bytes = MeshModel(self.cluster, (num_replicas, size)), self._gradient_bytes
+        mesh, num_bytes = MeshModel(self.cluster, (num_copies, size)), self._gradient_bytes
         kinds = ("reduce-scatter", "all-gather")
-        return num_replicas * sum(float(mesh.time_s(kind, (0,), num_bytes, COMBINED_BYTES)) for kind in kinds)
+        return sum(float(mesh.time_s(kind, (0,), num_bytes, COMBINED_BYTES)) for kind in kinds)
 
     @cached_property
     def _gradient_bytes(self) -> float:
-        """Of all parameters, at least."""
-        values = zip(self.step.graph.inputs, self.step.arguments, strict=True)
-        learned = [self.step.graph.values[v] for v, a in values if a.role is Role.PARAMETER]
-        return sum(v.num_bytes * min(1.0, NARROW_BYTES / v.itemsize) for v in learned)
+        """Of all parameters, at least: a gradient, or what is read of a parameter, may be in a narrower type than that, but
+        not in one that no op of the step makes."""
+        graph = self.step.graph
+        narrow_bytes = min(
+            (v.itemsize for v in _made(graph) if jnp.issubdtype(v.dtype, jnp.inexact)), default=0
+        )
+        values = zip(graph.inputs, self.step.arguments, strict=True)
+        learned = [graph.values[v] for v, a in values if a.role is Role.PARAMETER]
+        return sum(v.num_bytes * min(1.0, narrow_bytes / v.itemsize) for v in learned)
+
+
+def _made(graph: Graph) -> Iterator[Value]:
+    """All values that ops make, those of loops' bodies too."""
+    for _, inner in walk(graph):
+        for op in inner.ops:
+            yield from op.result_values

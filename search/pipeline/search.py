@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.meshes import divisors
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.ir.graph import Role, Step
@@ -245,7 +246,7 @@ class PipelineSearch:
         """The work of the step, where that is not known from one program."""
         if self.prepared.bounds is None and isinstance(self.cluster, Cluster):
             shape = min(min(shapes) for _, shapes in self._meshes(parts.count))
-            work = StepWork.of(parts.solution(shape).on_mesh.memory.costed)
+            work = StepWork.of(parts.solution(shape).on_mesh)
             self.prepared.bounds = Bounds(self.step, self.cluster, work)
 
     def _worth_a_look(self, parts: Parts) -> Iterator[Kind]:
@@ -414,14 +415,16 @@ class PipelineSearch:
             self._check_mesh()
             num_replicas, *shape = self.options.mesh
             return ((num_replicas, (tuple(shape),)),)
-        found: list[tuple[int, Shapes]] = []
-        for num_replicas in (n for n in range(1, self.cluster.num_devices + 1) if self._may_hold(n)):
-            sizes = (size // num_replicas for size in self._sizes if size % num_replicas == 0)
-            within = (n for n in sizes if any(g.devices_per_node % n == 0 for g in self.cluster.groups))
-            shapes = tuple(shape for n in within for shape in shapes_for(self.options.pins, self.step, n))
-            if shapes and self._stand_everywhere(num_replicas, shapes):
-                found.append((num_replicas, shapes))
-        return tuple(found)
+        inside = sorted({n for group in self.cluster.groups for n in divisors(group.devices_per_node)})
+        found: dict[int, list[tuple[int, ...]]] = {}
+        for size, n in product(self._sizes, inside):
+            if size % n == 0:
+                found.setdefault(size // n, []).extend(shapes_for(self.options.pins, self.step, n))
+        return tuple(
+            (num_replicas, tuple(shapes))
+            for num_replicas, shapes in sorted(found.items())
+            if shapes and self._may_hold(num_replicas) and self._stand_everywhere(num_replicas, tuple(shapes))
+        )
 
     def _stand_everywhere(self, num_replicas: int, shapes: Shapes) -> bool:
         """Whether stages of some of these meshes may stand on nodes of each kind."""
@@ -431,15 +434,20 @@ class PipelineSearch:
     def _may_hold(self, num_replicas: int) -> bool:
         """Whether weights, of which each replica has a copy or a gradient of that size, may fit so often, and the rest of
         the state once."""
+        weights, rest = self._held_bytes
+        caps = self.cluster.caps(self.options.memory_bytes)
+        there = sum(g.num_devices * cap for g, cap in zip(self.cluster.groups, caps, strict=True))
+        return num_replicas * weights + rest <= self.options.memory_share * there
+
+    @cached_property
+    def _held_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights, and of the rest of the state."""
         arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
         sizes = {role: 0 for role in Role}
         for v, argument in arguments:
             sizes[argument.role] += self.step.graph.values[v].num_bytes
         weights = sizes.pop(Role.PARAMETER) + sizes.pop(Role.FROZEN)
-        rest = sum(sizes.values()) - sizes[Role.BATCH]
-        caps = self.cluster.caps(self.options.memory_bytes)
-        there = sum(g.num_devices * cap for g, cap in zip(self.cluster.groups, caps, strict=True))
-        return num_replicas * weights + rest <= self.options.memory_share * there
+        return weights, sum(sizes.values()) - sizes[Role.BATCH]
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -467,8 +475,7 @@ class PipelineSearch:
     def _counts(self) -> list[int]:
         """Numbers of parts, the most first; where it is said how many microbatches there are, those for any number of
         replicas, the fewest first, as all will be tried."""
-        divisors = batch_divisors(self.step)
-        batch, asked = max(divisors, default=1), self.options.microbatches
+        batch, asked = max(batch_divisors(self.step), default=1), self.options.microbatches
         replicas = [n for n, _ in self._all_meshes]
         if asked is not None:
             return [asked * n for n in replicas if batch % (asked * n) == 0 or n == 1]

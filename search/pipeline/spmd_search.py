@@ -346,10 +346,13 @@ class SpmdSearch:
 
     def _may_hold(self, num_replicas: int) -> bool:
         """Whether the state may fit so often: each replica has all of it."""
+        return num_replicas * self._state_bytes <= self.cluster.num_devices * self.options.memory_bytes
+
+    @cached_property
+    def _state_bytes(self) -> int:
         arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
         state = (v for v, argument in arguments if argument.role is not Role.BATCH)
-        state_bytes = sum(self.step.graph.values[v].num_bytes for v in state)
-        return num_replicas * state_bytes <= self.cluster.num_devices * self.options.memory_bytes
+        return sum(self.step.graph.values[v].num_bytes for v in state)
 
     # --- what to say
 

@@ -2,40 +2,58 @@
 
 A pipeline runs each kernel of the step on parts of its data: on a microbatch's examples, and of these on what each device of
 a replica has. The kernels of the step as one program are known once such a program was searched. This module prices them on
-an n-th of their data. For n parts the devices take together
+a part of their data: a c-th of the examples, of which z devices share the work. The devices take together
 
-    n x (seconds of the kernel on an n-th of its data),
+    n x (seconds of the kernel on an n-th of its data),  n = c z,
 
-which never falls as n grows, because a kernel has a start, fills waves of tiles, and moves bytes at a given rate
-(`cost_model.compute`). Nobody needs to know which loops are cut:
+which never falls as parts are cut again, because a kernel has a start, fills waves of tiles, and moves bytes at a given rate
+(`cost_model.compute`).
 
 * A kernel that moves B bytes moves B/n at least.
-* A product of P results, each a sum of K terms, is cut in q parts along the results and n/q along the sum. Under a tile of
-  A waves for all results it takes max(1, A/q) (K q/n + DEPTH) steps at least. That is smallest for q = A, or the nearest
-  to it between 1 and n.
+* A product whose loop over examples is known (batches, rows, columns, or the sum) is one of that loop cut in c: its shape is
+  known. How z devices share it is not, so that it takes the least of all ways to cut its four loops in z or fewer parts.
+* Of any other product nobody knows which loops are cut. One of P results, each a sum of K terms, is cut in q parts along the
+  results and n/q along the sum. Under a tile of A waves for all results it takes max(1, A/q) (K q/n + DEPTH) steps at least.
+  That is smallest for q = A, or the nearest to it between 1 and n.
 
-Where the step goes through its batch in a loop, its kernels move a part's bytes. A larger part moves no less; it need not
-move more, since parameters are read by each part.
+The loop over examples is followed from the batch on, dim by dim, as long as each op says which of its loops runs over them.
+Where the step goes through its batch in a loop, it is not followed, and kernels move a part's bytes. A larger part moves no
+less; it need not move more, since parameters are read by each part.
 
 Only kernels whose data hold examples run for each microbatch. All others, and those of which that is not certain, count as
-one kernel: n = 1. Copies between memories, and what a plan recomputes, are no work of the step.
+one kernel: n = 1. Copies between memories, and what a plan recomputes, are no work of the step. Fused kernels may be merged
+with later ones of the same graph, so that outside of loops it is not certain that one ends before the weight gradients.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from autoshard.cost_model.cluster import Device
-from autoshard.cost_model.compute import DEPTH, SPLITS, START_S, TILES, kernel_s, pass_s_per_byte
+from autoshard.cost_model.compute import (
+    DEPTH,
+    SPLITS,
+    START_S,
+    TILES,
+    Product,
+    kernel_s,
+    pass_s_per_byte,
+    product_s,
+)
 from autoshard.search.ir.factors.contraction import RULES as PRODUCTS
 from autoshard.search.ir.graph import Phase, Role
 from autoshard.search.memory.microbatches import batch_divisors
 from autoshard.search.memory.written import SCOPE
-from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.mesh_problem import MeshProblem
+from autoshard.search.problem.costs import CostedGraph, product_loops
 from autoshard.search.problem.flat_program import FlatOp, FlatProgram
+from autoshard.search.problem.fusion import Fusion
 from autoshard.search.problem.kernels import Endpoint, moved_alone, runs_alone
 
 _PARTIAL_BYTES = 8.0
@@ -71,26 +89,36 @@ class Passes(NamedTuple):
         return Passes(*(factor * seconds for seconds in self))
 
 
+class Sizes(NamedTuple):
+    """The shape of a matrix product, and the rate at which it is computed.
+
+    Attributes:
+      loops: batches, rows, columns, and terms of each sum.
+      flops_per_s: peak of the device for the operands' dtype.
+      over_examples: which of the loops runs over the examples; None if that is not known.
+    """
+
+    loops: tuple[float, float, float, float]
+    flops_per_s: float
+    over_examples: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel of the step as one program, on one device.
 
     Attributes:
-      runs: in a step.
       num_bytes: moved by a run.
-      points: results of a product; zero for other kernels.
-      depth: terms of each of these sums.
-      flops_per_s: rate of the product.
       part: the part of the step to which it belongs.
+      ends_in: the last part of the step in which its time may count, as the compiler may merge it with a later one.
+      product: the matrix product that it computes, if it is one.
       merged: numbers of its kind whose data are the whole batch's, where the step goes through its batch in a loop.
     """
 
-    runs: float
     num_bytes: float
-    points: float
-    depth: float
-    flops_per_s: float
     part: int
+    ends_in: int
+    product: Sizes | None = None
     merged: int = 1
 
 
@@ -100,71 +128,106 @@ class StepWork:
 
     Attributes:
       device: the device.
-      kernels: the kernels of the step as one program.
+      runs: the kernels of the step as one program, with their runs in it.
       again_s: seconds of the devices together that the kernels recompute.
     """
 
     device: Device
-    kernels: tuple[Kernel, ...]
+    runs: Counter[Kernel]
     again_s: float = 0.0
-    _seconds: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray], init=False, repr=False)
+    _seconds: dict[tuple[int, int], np.ndarray] = field(
+        default_factory=dict[tuple[int, int], np.ndarray], init=False, repr=False
+    )
 
     @classmethod
-    def of(cls, costed: CostedGraph, again_s: float = 0.0) -> "StepWork":
+    def of(cls, on_mesh: MeshProblem, again_s: float = 0.0) -> "StepWork":
         """The work of a step that was searched as one program.
 
         Args:
-          costed: the step's problem on any mesh.
+          on_mesh: the step's problem on any mesh.
           again_s: seconds of the devices together that its plan recomputes.
         """
-        return cls(costed.device, tuple(_kernels(costed)), again_s)
+        runs = Counter[Kernel]()
+        costed = on_mesh.memory.costed
+        for kernel, times in _kernels(costed, on_mesh.live_ranges.fusion):
+            runs[kernel] += times
+        return cls(costed.device, runs, again_s)
 
-    def passes(self, parts: int) -> Passes:
-        """Seconds of the devices together, at least, for the passes of a step whose data lie in so many parts: those of
-        microbatches, and of the devices that share each of them."""
-        seconds = parts * self._runs * self.seconds(parts)
-        found = Passes(*(float(seconds[self._part == part].sum()) for part in (FORWARD, BACKWARD, LATER)))
+    def passes(self, count: int, size: int = 1) -> Passes:
+        """Seconds of the devices together, at least, for the passes of a step.
+
+        Args:
+          count: in how many parts the step goes through its examples.
+          size: the devices that share the work on each part.
+        """
+        seconds = count * size * self._times * self.seconds(count, size)
+        found = Passes(*(float(seconds[self._ends_in == part].sum()) for part in (FORWARD, BACKWARD, LATER)))
         return found.times(max(1 - self.again_s / found.total_s, 0.0) if found.total_s else 1.0)
 
     @cached_property
     def once_s(self) -> float:
         """Seconds of the devices together for all that may run once."""
-        return float((self._runs * self.seconds(1))[self._part == ONCE].sum())
+        return float((self._times * self.seconds(1))[self._part == ONCE].sum())
 
     @cached_property
     def num_forward_kernels(self) -> int:
         """Kernels of the forward pass: each stage has one."""
-        return round(sum(kernel.runs for kernel in self.kernels if kernel.part == FORWARD))
+        return round(sum(times for kernel, times in self.runs.items() if kernel.part == FORWARD))
 
-    def longest_s(self, parts: int) -> float:
+    def longest_s(self, count: int, size: int = 1) -> float:
         """Seconds of the longest kernel of the forward pass on a part of the data, at least: a stage has all of it."""
-        return float(self.seconds(parts)[self._part == FORWARD].max(initial=0.0))
+        return float(self.seconds(count, size)[self._part == FORWARD].max(initial=0.0))
 
-    def seconds(self, parts: int) -> np.ndarray:
-        """By kernel, one run on one of so many parts of the data, at least."""
-        if parts not in self._seconds:
-            num_bytes = np.array([kernel.num_bytes * min(kernel.merged, parts) for kernel in self.kernels])
-            found = np.asarray(kernel_s(self.device, num_bytes / parts), float)
-            for i, kernel in enumerate(self.kernels):
-                if kernel.points:
-                    found[i] = _product_s(self.device, kernel, parts)
-            self._seconds[parts] = found
-        return self._seconds[parts]
+    def seconds(self, count: int, size: int = 1) -> np.ndarray:
+        """By kernel, seconds of one run on one of so many parts of the examples, on one of the devices that share it, at
+        least."""
+        if (count, size) not in self._seconds:
+            moved_bytes = [_moved_bytes(kernel, count, size) for kernel in self.runs]
+            found = np.asarray(kernel_s(self.device, moved_bytes), float)
+            for i, kernel in enumerate(self.runs):
+                if kernel.product:
+                    found[i] = _product_s(self.device, kernel, kernel.product, count, size)
+            self._seconds[count, size] = found
+        return self._seconds[count, size]
 
     @cached_property
-    def _runs(self) -> np.ndarray:
-        return np.array([kernel.runs for kernel in self.kernels], float)
+    def _times(self) -> np.ndarray:
+        return np.array([*self.runs.values()], float)
 
     @cached_property
     def _part(self) -> np.ndarray:
-        return np.array([kernel.part for kernel in self.kernels], int)
+        return np.array([kernel.part for kernel in self.runs], int)
+
+    @cached_property
+    def _ends_in(self) -> np.ndarray:
+        return np.array([kernel.ends_in for kernel in self.runs], int)
 
 
-def _product_s(device: Device, kernel: Kernel, n: int) -> float:
-    """Seconds of a product on one of so many parts of the data."""
-    num_bytes, merged = kernel.num_bytes * min(kernel.merged, n), kernel.merged
-    sizes = {(kernel.points * merged, kernel.depth), (kernel.points, kernel.depth * merged)}
-    return min(product_part_s(device, *size, kernel.flops_per_s, num_bytes, n) for size in sizes)
+def _moved_bytes(kernel: Kernel, count: int, size: int) -> float:
+    """Bytes that one device moves, at least."""
+    parts = count * size
+    return kernel.num_bytes * min(kernel.merged, parts) / parts
+
+
+def _product_s(device: Device, kernel: Kernel, sizes: Sizes, count: int, size: int) -> float:
+    """Seconds of a product on one of so many parts of the examples, on one of the devices that share it."""
+    num_bytes, merged = _moved_bytes(kernel, count, size), kernel.merged
+    if sizes.over_examples is not None:
+        local = np.array(sizes.loops)
+        local[sizes.over_examples] /= count
+        cut = Product(*np.ceil(local / _cuts(size)).T)
+        return float(np.min(product_s(device, cut, num_bytes, sizes.flops_per_s)))
+    parts, (*made, depth) = count * size, sizes.loops
+    points = prod(max(1.0, each) for each in made)
+    whole = {(points * merged, depth), (points, depth * merged)}
+    return min(product_part_s(device, *one, sizes.flops_per_s, parts * num_bytes, parts) for one in whole)
+
+
+@lru_cache
+def _cuts(size: int) -> np.ndarray:
+    """[ways, 4]: numbers of parts into which the loops of a product may be cut for so many devices."""
+    by = [n for n in range(1, size + 1) if size % n == 0]
+    return np.array([cut for cut in product(by, repeat=4) if size % prod(cut) == 0], float)
 
 
 def product_part_s(
@@ -195,39 +258,47 @@ def product_part_s(
     return max(START_S + float(found_s.min()), device.launch_s)
 
 
-def _kernels(costed: CostedGraph) -> Iterator[Kernel]:
-    """All kernels but transfers."""
+def _kernels(costed: CostedGraph, fusion: Fusion) -> Iterator[tuple[Kernel, float]]:
+    """All kernels but transfers, and those of ops that are computed in their readers' kernels, with their runs."""
     folded, parts = costed.graph.folded, _Parts(costed.graph.folded.program)
     for op_class, members in enumerate(folded.members):
         op = folded.op(op_class)
         kind = parts.of(folded.program.ops[members[0]])
         for copy in costed.kernels.copied.get(op_class, ()):
             yield _kernel(copy.count, _bytes(costed, ((copy.endpoint, copy.times),)), kind)
-        if op.is_boundary or op.is_transfer or not runs_alone(folded, op_class):
+        is_stored = any(map(fusion.is_stored, op.results))
+        if op.is_boundary or op.is_transfer or not (is_stored and runs_alone(folded, op_class)):
             continue
         moved_bytes = _bytes(costed, moved_alone(folded, op_class))
-        product = costed.whole_product(op_class) if _is_product(costed, op_class) else (0.0, 0.0, 0.0)
-        yield _kernel(folded.counts[op_class], moved_bytes, kind, product)
+        sizes = _sizes(costed, parts, op_class) if _is_product(costed, op_class) else None
+        yield _kernel(folded.counts[op_class], moved_bytes, kind, sizes)
     for kernel in costed.kernels.fused:
-        kind = parts.of(folded.program.ops[folded.members[kernel.op_classes[0]][0]])
-        yield _kernel(kernel.count, _bytes(costed, kernel.moved), kind)
+        first = folded.program.ops[folded.members[kernel.op_classes[0]][0]]
+        part, merged = parts.of(first)
+        ends_in = LATER if part != ONCE and len(first.site) == 1 else part
+        found = Kernel(_bytes(costed, kernel.moved), part, ends_in, merged=merged)
+        yield found, kernel.count / merged
 
 
 def _kernel(
-    runs: float,
-    num_bytes: float,
-    kind: tuple[int, int],
-    product: tuple[float, float, float] = (0.0, 0.0, 0.0),
-) -> Kernel:
-    """A kernel of which so many runs go through the batch together."""
+    runs: float, num_bytes: float, kind: tuple[int, int], product: Sizes | None = None
+) -> tuple[Kernel, float]:
+    """A kernel that nothing is merged with, of which so many runs go through the batch together."""
     part, merged = kind
-    return Kernel(runs / merged, num_bytes, *product, part, merged)
+    return Kernel(num_bytes, part, part, product, merged), runs / merged
 
 
 def _is_product(costed: CostedGraph, op_class: int) -> bool:
     op = costed.graph.folded.op(op_class)
     is_heavy = costed.graph.folded.is_heavy[op_class] and op.rule.flops_per_point > 0
     return is_heavy and op.name in PRODUCTS and len(op.operands) > 1
+
+
+def _sizes(costed: CostedGraph, parts: "_Parts", op_class: int) -> Sizes:
+    op = costed.graph.folded.op(op_class)
+    loop, loops = parts.over_examples.get(op), product_loops(op.rule)
+    over = next((n for n, among in enumerate(loops) if loop in among), None)
+    return Sizes(costed.product_sizes(op_class), costed.product_flops_per_s(op), over)
 
 
 def _bytes(costed: CostedGraph, moved: Iterable[tuple[Endpoint, float]]) -> float:
@@ -254,7 +325,9 @@ class _Parts:
             (i for i, op in enumerate(graph.ops) if op.name == "scan" and op.scope == SCOPE), None
         )
         self.count = program.step.num_microbatches
-        self.examples = _examples(program) if self.loop is None else frozenset[int]()
+        self.examples, self.over_examples = frozenset[int](), dict[FlatOp, int]()
+        if self.loop is None:
+            self.examples, self.over_examples = _examples(program)
 
     def of(self, op: FlatOp) -> tuple[int, int]:
         """The part of the step that an op belongs to, and by how many runs it goes through the batch."""
@@ -269,19 +342,41 @@ class _Parts:
         return BACKWARD if is_awaited else LATER, 1
 
 
-def _examples(program: FlatProgram) -> frozenset[int]:
-    """The values that hold examples."""
-    size = max(batch_divisors(program.step), default=0)
+class _Held(NamedTuple):
+    """Where a value holds examples.
+
+    Attributes:
+      dim: the dimension along which they lie.
+      are_major: whether it is certain that this dimension is made of the examples, then of other dimensions.
+    """
+
+    dim: int
+    are_major: bool
+
+
+def _examples(program: FlatProgram) -> tuple[frozenset[int], dict[FlatOp, int]]:
+    """The values that hold examples, and by op the factor that runs over all of them, where that is certain."""
+    size, loops = max(batch_divisors(program.step), default=0), dict[FlatOp, int]()
     arguments = zip(program.inputs, program.step.arguments, strict=True)
-    found = {v: 0 for v, a in arguments if a.role is Role.BATCH and program.values[v].shape[:1] == (size,)}
+    batch = (v for v, a in arguments if a.role is Role.BATCH and program.values[v].shape[:1] == (size,))
+    found = {v: _Held(0, are_major=True) for v in batch}
     for op in program.ops:
-        held = {
-            dims[found[v]][0]
-            for v, dims in zip(op.operands, op.rule.operands, strict=True)
-            if v in found and dims[found[v]]
-        }
+        over = _factors_over_examples(op, found, size)
+        if len(over) == 1 and all(over.values()):
+            loops[op] = next(iter(over))
         for v, dims in zip(op.results, op.rule.results, strict=True):
             for i, factors in enumerate(dims):
-                if not held.isdisjoint(factors):
-                    found.setdefault(v, i)
-    return frozenset(found)
+                if common := [f for f in factors if f in over]:
+                    found.setdefault(v, _Held(i, over[common[0]] and factors[0] == common[0]))
+    return frozenset(found), loops
+
+
+def _factors_over_examples(op: FlatOp, found: Mapping[int, _Held], size: int) -> dict[int, bool]:
+    """The factors of an op that run over examples, and whether it is certain that they run over all of them."""
+    over = dict[int, bool]()
+    for v, dims in zip(op.operands, op.rule.operands, strict=True):
+        if v in found and (factors := dims[found[v].dim]):
+            first = factors[0]
+            is_whole = len(factors) == 1 or op.rule.factors[first].size % size == 0
+            over[first] = over.get(first, True) and found[v].are_major and is_whole
+    return over

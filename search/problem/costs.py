@@ -18,7 +18,7 @@ from autoshard.cost_model.compute import Product, Seconds, kernel_s, product_s
 from autoshard.cost_model.decompositions import STEPS, decomposition_s
 from autoshard.search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
 from autoshard.search.ir.factors.contraction import RULES as PRODUCTS
-from autoshard.search.ir.factors.rule import Dims
+from autoshard.search.ir.factors.rule import Dims, Rule
 from autoshard.search.ir.graph import Phase
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.kernels import FusedKernel, Kernels, moved_alone, runs_alone
@@ -250,7 +250,7 @@ class CostedGraph:
             return np.asarray(kernel_s(self.device, num_bytes))
         if op.name not in PRODUCTS:
             return np.asarray(kernel_s(self.device, num_bytes, self._flops(op_class)))
-        peak_flops_per_s = self._product_flops_per_s(op)
+        peak_flops_per_s = self.product_flops_per_s(op)
         return np.asarray(product_s(self.device, self._product(op_class), num_bytes, peak_flops_per_s))
 
     def _decomposition_seconds(self, op_class: int, num_bytes: np.ndarray) -> Seconds:
@@ -284,32 +284,19 @@ class CostedGraph:
         return total
 
     def _product(self, op_class: int) -> Product:
-        """[strategies]: the matrix product that one device computes.
+        """[strategies]: the matrix product that one device computes."""
+        sizes = self.product_sizes(op_class)
+        parts = (self._parts(op_class, loops) for loops in product_loops(self.graph.folded.op(op_class).rule))
+        return Product(*(np.ceil(size / by) for size, by in zip(sizes, parts, strict=True)))
 
-        Loops of the result are batches, rows or columns by the operands that they index; all others are summed over.
-        """
+    def product_sizes(self, op_class: int) -> tuple[float, float, float, float]:
+        """The matrix product that one device computes alone: batches, rows, columns, terms of each sum."""
         rule = self.graph.folded.op(op_class).rule
-        left, right, made = (
-            {f for dim in dims for f in dim} for dims in (*rule.operands[:2], rule.results[0])
-        )
-        batch, rows, columns = made & left & right, made - right, made & right - left
-        sizes = [prod(rule.factors[f].size for f in loops) for loops in (batch, rows, columns)]
+        sizes = [prod(rule.factors[f].size for f in loops) for loops in product_loops(rule)[:3]]
         points = prod(max(1, size) for size in sizes)  # as `num_points` counts the loops of an empty array
+        batch, rows, columns = map(float, sizes)
         depth = self._points(op_class) * rule.flops_per_point / (FLOPS_PER_PRODUCT_SUM * points)
-        rest = set(range(len(rule.factors))) - made
-        local = [
-            np.ceil(size / self._parts(op_class, loops))
-            for size, loops in zip((*sizes, depth), (batch, rows, columns, rest), strict=True)
-        ]
-        return Product(*local)
-
-    def whole_product(self, op_class: int) -> tuple[float, float, float]:
-        """Of a matrix product that one device computes alone: results, terms of each, and the peak rate in FLOP/s."""
-        op = self.graph.folded.op(op_class)
-        made = {f for dim in op.rule.results[0] for f in dim}
-        points = float(prod(max(1, op.rule.factors[f].size) for f in made))
-        depth = self._points(op_class) * op.rule.flops_per_point / (FLOPS_PER_PRODUCT_SUM * points)
-        return points, depth, self._product_flops_per_s(op)
+        return batch, rows, columns, depth
 
     def _flops(self, op_class: int) -> np.ndarray:
         """[strategies]: floating-point operations of one device."""
@@ -330,7 +317,7 @@ class CostedGraph:
         own = frozenset(factor_of[op_class, f] for f in loops if (op_class, f) in factor_of)
         return shards_over(own, self.strategies[node], self.resharder.mesh.shape)
 
-    def _product_flops_per_s(self, op: FlatOp) -> float:
+    def product_flops_per_s(self, op: FlatOp) -> float:
         """The peak rate for an op's operands; a product that asks for all of float32's digits runs on ordinary cores."""
         device = self.device
         dtype = self.graph.folded.program.values[op.operands[0]].dtype
@@ -356,6 +343,13 @@ class CostedGraph:
             shares = self.shares(graph.ports[op_class, r, True])
             for axes, at in split_over(factors, self.strategies[graph.node_of[op_class]]):
                 yield axes, at, value.num_bytes * shares[at], self._joined_bytes((op_class, r))
+
+
+def product_loops(rule: Rule) -> tuple[set[int], set[int], set[int], set[int]]:
+    """The loops of a matrix product. Those of the result are batches, rows or columns by the operands that they index; all
+    others are summed over."""
+    left, right, made = ({f for dim in dims for f in dim} for dims in (*rule.operands[:2], rule.results[0]))
+    return made & left & right, made - right, made & right - left, set(range(len(rule.factors))) - made
 
 
 def price(graph: StrategyGraph, kernels: Kernels, resharder: Resharder) -> CostedGraph:

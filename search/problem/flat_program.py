@@ -235,7 +235,9 @@ def _repeated(step: Step, ops: Sequence[FlatOp]) -> tuple[FlatOp, ...]:
 
 def _standing_for(op: FlatOp, repeats: int, made: Mapping[int, int]) -> FlatOp:
     """An op that stands for `repeats` ops, and reads values that each stand for `made` of them."""
-    counts = tuple(made[v] * count for v, count in zip(op.operands, op.operand_counts, strict=True))
+    counts = tuple([made[v] * count for v, count in zip(op.operands, op.operand_counts, strict=True)])
+    if repeats == 1 and counts == op.operand_counts:
+        return op
     return replace(op, count=repeats * op.count, operand_counts=counts, repeats=repeats)
 
 
@@ -332,7 +334,9 @@ class _Flattening:
         return results
 
     def _is_zero(self, atom: Atom, operand: int | None) -> bool:
-        return not np.any(atom.val) if not isinstance(atom, int) else operand in self.zeros
+        if isinstance(atom, int):
+            return operand in self.zeros
+        return not (np.any(atom.val) if np.ndim(atom.val) else atom.val)
 
     def append(self, name: str, operands: tuple, result: int, *details: Any) -> int:
         self.ops.append(self.boundary(name, operands, result, *details))

@@ -263,10 +263,10 @@ class LiveRanges:
                 yield LiveRange(port, value.num_bytes, start, end, None, Resident.TEMPORARIES, u, source)
 
     def _copies(self, v: int, op_class: int, r: int, source_end: int) -> list[LiveRange]:
-        value, i = self.program.values[v], self.maker[v][0]
+        value, i, readers = self.program.values[v], self.maker[v][0], self._readers(v)
         found, forward = list[LiveRange](), list[int]()
         for phase in (ReadPhase.FORWARD, ReadPhase.BACKWARD, ReadPhase.UPDATE):
-            uses = self._readers(v, phase)
+            uses = readers.get(phase)
             if not uses:
                 continue
             copy = self.graph.copy_of.get((op_class, r, phase))
@@ -293,15 +293,13 @@ class LiveRanges:
         copy = copy_of.get((op_class, r, phase)) or copy_of.get((op_class, r, ReadPhase.REST))
         return Port(copy.node, ()) if copy else self.graph.ports[op_class, r, True]
 
-    def _readers(self, v: int, phase: ReadPhase) -> list[int]:
-        """The ops of a phase that read a value at a port other than its maker's."""
+    def _readers(self, v: int) -> dict[ReadPhase, list[int]]:
+        """By phase, the ops that read a value at a port other than its maker's."""
         (i, r), ports, class_of = self.maker[v], self.graph.ports, self.folded.class_of
-        made = ports[class_of[i], r, True]
-
-        def is_reader(u: int) -> bool:
+        made, found = ports[class_of[i], r, True], dict[ReadPhase, list[int]]()
+        for u in self.uses.get(v, ()):
             op = self.program.ops[u]
-            if op.name == "input" or read_phase(op) is not phase:
-                return False
-            return any(ports[class_of[u], n, False] != made for n, w in enumerate(op.operands) if w == v)
-
-        return [u for u in self.uses.get(v, ()) if is_reader(u)]
+            read = (ports[class_of[u], n, False] for n, w in enumerate(op.operands) if w == v)
+            if op.name != "input" and any(port != made for port in read):
+                found.setdefault(read_phase(op), []).append(u)
+        return found

@@ -121,19 +121,20 @@ class _Labels:
     def _labelled(
         self, repeats: Mapping[int, int], alike: Mapping[int, tuple[str, ...]], gone: Container[int]
     ) -> Step:
-        ops, arguments, blocks = list(self.step.graph.ops), list(self.step.arguments), self.likeness.blocks
+        blocks, members = self.likeness.blocks, self.likeness.members
+        ops, arguments = list(self.step.graph.ops), list(self.step.arguments)
         stand_in = {block: run[0] for run in self.runs for block in run}
-        for i, block in enumerate(blocks.of_op):
-            if block is None or block not in gone:
-                ops[i] = replace(ops[i], likes=Likes(-1 if block is None else block, None, i))
+        kept = [(i, block) for i, block in enumerate(blocks.of_op) if block is None or block not in gone]
+        likes = {i: Likes(-1 if block is None else block, None, i) for i, block in kept}
         for n, group in enumerate(self.likeness.groups):
             for block in (b for b in group if b not in gone):
-                members = self.likeness.members
+                stands, count = members[stand_in.get(block, block)], repeats.get(block, 1)
                 for place, i in enumerate(members[block]):
-                    stands = members[stand_in.get(block, block)][place]
-                    ops[i] = replace(ops[i], likes=Likes(block, (n, place), stands, repeats.get(block, 1)))
+                    likes[i] = Likes(block, (n, place), stands[place], count)
                 for slot, a in self.likeness.arguments_of(block).items():
                     arguments[a] = replace(arguments[a], alike=alike.get(a, ()), place=(n, slot))
+        for i, like in likes.items():
+            ops[i] = replace(ops[i], likes=like)
         graph = replace(self.step.graph, ops=tuple(ops))
         return replace(self.step, graph=graph, arguments=tuple(arguments))
 

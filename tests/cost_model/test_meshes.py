@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.cost_model.meshes import finer_shapes, mesh_shapes
+from autoshard.cost_model.meshes import divisors, finer_shapes, mesh_shapes
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,8 @@ def test_the_number_of_meshes_does_not_grow_with_devices():
 def test_other_numbers_of_axes_are_refused(max_axes):
     with pytest.raises(InputError, match="wanted at most 1, 2 or 3 mesh axes"):
         mesh_shapes(parse_cluster("8xCPU"), max_axes)
+
+
+def test_divisors_are_all_numbers_that_divide():
+    for number in range(200):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]

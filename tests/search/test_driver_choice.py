@@ -6,7 +6,6 @@ from math import inf
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from autoshard.cost_model.errors import InfeasibleError, PlanError
@@ -246,23 +245,3 @@ def test_a_plan_s_mesh_has_the_axes_of_its_number(names):
 def test_a_plan_that_does_not_fit_its_cap_is_refused():
     with pytest.raises(InfeasibleError, match="the decisions of plan do not fit its cap of 1 MiB a device"):
         driver.apply(STEP, replace(find().plan, memory_bytes=2**20), CLUSTER)
-
-
-# --- what cannot be split
-
-
-def test_primitives_without_a_rule_are_counted_with_the_first_one_s_place():
-    """Where there is anything to split: of single numbers nothing is lost."""
-    mystery, scalar = (Primitive(name) for name in ("mystery", "scalar_mystery"))
-    for primitive in (mystery, scalar):
-        primitive.def_abstract_eval(lambda x: x)
-
-    def step(x):
-        y = mystery.bind(jnp.sin(x))
-        return mystery.bind(y), scalar.bind(jnp.max(x))
-
-    (found,) = driver.primitives_without_rule(trace(step, array(8, 8))).items()
-    name, (count, where) = found
-    first = step.__code__.co_firstlineno + 1
-    assert (name, count) == ("mystery", 2)
-    assert where.endswith(f"test_driver_choice.py:{first}")

@@ -1,13 +1,23 @@
 """Bounds of pipelines, against schedules run in time."""
 
-from itertools import product
+from functools import cache
+from itertools import pairwise, product
+from math import inf
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.search.pipeline.bounds import dispatch_s, least_makespan_s
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.pipeline.bounds import Bounds, Pipelines, dispatch_s, least_makespan_s
+from autoshard.search.pipeline.proposals import Parts, Placed, Proposal
 from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule
 from autoshard.search.pipeline.simulator import StageCost, simulate
+from autoshard.search.pipeline.step_work import StepWork
 
 pytestmark = pytest.mark.pure
 
@@ -55,3 +65,67 @@ def test_the_bound_of_equal_stages_is_what_they_take(name):
 
 def test_hosts_hand_out_weight_gradients_one_by_one():
     assert dispatch_s("zb-h1", 8, 2) == pytest.approx(1.5 * dispatch_s("1f1b", 8, 2))
+
+
+# --- families
+
+CLUSTER = parse_cluster("8xA100-80GB")
+BLOCKS, EXAMPLES, TOKENS, WIDTH = 8, 32, 1024, 8192
+
+
+@cache
+def step_of(dtype: str) -> Step:
+    """Equal blocks."""
+
+    def step(params, x):
+        def loss_fn(params):
+            y = x
+            for w in params:
+                y = jax.nn.relu(y @ w)
+            return jnp.sum(y)
+
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss_fn)(params))
+
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)] * BLOCKS
+    return trace(step, params, jax.ShapeDtypeStruct((EXAMPLES, TOKENS, WIDTH), dtype))
+
+
+@cache
+def bounds_of(dtype: str) -> Bounds:
+    step = step_of(dtype)
+    problem = StepProblem.of(step, [""] * len(step.arguments), CLUSTER.device)
+    return Bounds(step, CLUSTER, StepWork.of(problem.on(CLUSTER, (8,))))
+
+
+@cache
+def parts_of(dtype: str, count: int) -> Parts:
+    step = step_of(dtype)
+    return Parts.of(step, [""] * len(step.arguments), CLUSTER, count)
+
+
+def equal_stages(parts: Parts, one: Pipelines) -> Proposal:
+    """A pipeline of a family on all devices, with as many blocks in each stage."""
+    family, size = FAMILIES[one.schedule], one.num_replicas * one.shape[0]
+    workers = CLUSTER.num_devices // size
+    stages = workers * (family.stages_per_worker or 2)
+    held = enumerate(family.stages_of_workers(stages, workers))
+    worker_of = {stage: w for w, of_worker in reversed([*held]) for stage in of_worker}
+    ends = np.linspace(0, parts.layers.num_layers, stages + 1).round().astype(int).tolist()
+    placed = [Placed(*cut, worker_of[n] * size, one.shape) for n, cut in enumerate(pairwise(ends))]
+    schedule = build_schedule(one.schedule, stages, one.num_microbatches, workers)
+    return Proposal.of([parts] * stages, CLUSTER, one.num_replicas, placed, schedule)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("num_replicas", "size", "share"), [(1, 2, 0.92), (2, 1, 0.96), (2, 2, 0.89), (4, 1, 0.97)]
+)
+def test_no_pipeline_with_equal_stages_is_faster_than_its_family(dtype, num_replicas, size, share):
+    """Each family, for several numbers of microbatches."""
+    ratios = list[float]()
+    for name, m in product(FAMILIES, (2, 4, 8)):
+        one = Pipelines(name, m, num_replicas, (size,))
+        if (least_s := bounds_of(dtype).least_s(one)) < inf:
+            took_s = equal_stages(parts_of(dtype, one.count), one).step_s
+            ratios.append(least_s / took_s)
+    assert share < max(ratios) <= 1 + 1e-9, "a bound from far away bounds nothing"

@@ -218,7 +218,7 @@ def test_all_digits_of_float32_need_ordinary_cores(precision, tflops):
     )
     folded = found.graph.folded
     (kind,) = [k for k in range(len(folded.members)) if folded.is_heavy[k]]
-    assert found._product_flops_per_s(folded.op(kind)) == tflops * 1e12
+    assert found.product_flops_per_s(folded.op(kind)) == tflops * 1e12
 
 
 def deep_mlp(num_layers, width=256):
