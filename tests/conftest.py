@@ -7,6 +7,7 @@ where `-m` says `slow`. Laws are tried on a few drawn examples, the same in each
 many.
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -66,6 +67,11 @@ def pytest_collection_modifyitems(config, items):
     if "slow" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_collection_finish():
+    """Modules and tests stay: the garbage collector need not look at them again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -52,8 +52,8 @@ HURRY = "--xla_llvm_disable_expensive_passes=true"
 """LLVM is told to hurry: that changes kernels, not the program that we read."""
 
 COLLECTIVES_ALONE = f"{HURRY} --xla_disable_hlo_passes=triton-softmax-rewriter"
-"""For tests that read no peaks: softmaxes become ordinary fusions. Tilings of their Triton kernels take XLA two thirds of its
-time to choose among."""
+"""For tests that read no peaks: softmaxes become ordinary fusions. XLA spends two thirds of its time on choosing tilings for
+their Triton kernels."""
 
 
 @dataclass(frozen=True, slots=True)
