@@ -94,7 +94,9 @@ def test_a_step_that_recomputes_keeps_to_its_cap():
     """A cap far below what any sharding reaches on its own. The compiler neither merges the copies nor makes them early."""
     _, cluster, found = planned(ASKED["recomputed, scanned"])
     assert found.plan.decisions.retention
-    proof = CompilerVerifier(cluster, Compiler(flags=COLLECTIVES_ALONE), progress=lambda line: None).verified(found)
+    proof = CompilerVerifier(cluster, Compiler(flags=COLLECTIVES_ALONE), progress=lambda line: None).verified(
+        found
+    )
     assert proof.compiled.peak_bytes <= found.plan.memory_bytes
     assert not [c for c in proof.collectives if c.differs]
 
