@@ -236,7 +236,7 @@ JOBS = {
     "recomputed, scanned": Job(_scan(64), (8,), slack=0.7, remat=None),
     "recomputed, scanned on 2x4": Job(_scan(16), (2, 4), slack=0.7, remat=None),
 }
-"""What `benchmarks.truth` tabulates; the tests compile those that `test_collectives.WHAT_IT_SHOWS` names."""
+"""What `benchmarks.truth` tabulates; the tests compile those that `test_collectives` names."""
 
 
 def planned(job: Job) -> tuple[Step, Cluster, SearchResult]:
