@@ -8,6 +8,7 @@ many.
 """
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -49,7 +50,15 @@ class Purity:
             pytest.fail(f"a pure test wanted {event}: give it shapes or NumPy arrays, or mark it `devices`")
 
 
+def keep_bytecode() -> None:
+    """Has Python keep what it compiles, also where the environment says otherwise: each worker, each process that a test
+    starts and each later run would compile all sources again."""
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
 def pytest_configure(config):
+    keep_bytecode()
     if hasattr(config, "cache"):
         keep_programs(config.cache.mkdir("programs"))
     purity = Purity()
