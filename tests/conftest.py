@@ -7,6 +7,8 @@ where `-m` says `slow`. Laws are tried on a few drawn examples, the same in each
 many.
 """
 
+import gc
+import os
 import sys
 from pathlib import Path
 
@@ -48,7 +50,15 @@ class Purity:
             pytest.fail(f"a pure test wanted {event}: give it shapes or NumPy arrays, or mark it `devices`")
 
 
+def keep_bytecode() -> None:
+    """Has Python keep what it compiles, also where the environment says otherwise: each worker, each process that a test
+    starts and each later run would compile all sources again."""
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
 def pytest_configure(config):
+    keep_bytecode()
     if hasattr(config, "cache"):
         keep_programs(config.cache.mkdir("programs"))
     purity = Purity()
@@ -66,6 +76,11 @@ def pytest_collection_modifyitems(config, items):
     if "slow" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_collection_finish():
+    """Modules and tests stay: the garbage collector need not look at them again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

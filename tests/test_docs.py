@@ -45,6 +45,7 @@ import functools, sys, jax
 jax.distributed.initialize = functools.partial(jax.distributed.initialize, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.config.update("jax_disable_most_optimizations", True)
 """
 """The settings that a launcher would give, where there is none."""
 

@@ -479,9 +479,11 @@ def test_a_pipeline_is_found_by_itself_where_one_program_waits():
     gpus = parse_cluster("8xL4")
     flops = tuple((dtype, rate * 1e-5) for dtype, rate in gpus.device.flops_per_s)
     device = replace(gpus.device, flops_per_s=flops, memory_bytes_per_s=gpus.device.memory_bytes_per_s * 1e-3)
-    slow = replace(gpus, device=device, intra=replace(gpus.intra, bytes_per_s=1e6))
-    case = make_mlp(widths=(256,) * 9, batch=64)
-    step = autoshard.parallelize(case.step, cluster=slow)
+    slow = replace(
+        gpus, device=device, intra=replace(gpus.intra, bytes_per_s=1e6), num_devices=4, devices_per_node=4
+    )
+    case = make_mlp(widths=(256,) * 5, batch=64)
+    step = autoshard.parallelize(case.step, cluster=slow, devices=jax.devices()[:4])
     state, metrics = step(*case.args())
     one = autoshard.search(case.step, *case.abstract_args(), cluster=slow, stages=1)
     assert step.plan.estimates.step_s < one.estimates.step_s

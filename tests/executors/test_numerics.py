@@ -55,7 +55,6 @@ MICROBATCHED = {
 RUN = {
     "mlp": tuple(PLANS),  # it compiles fast
     "dlrm": ("2x2x2-smallest",),
-    "moe": ("2x4-fastest",),
     "resnet": ("2x3-fastest",),
     "layers": ("8-smallest", "2x4-drawn"),
 }
@@ -63,7 +62,7 @@ RUN = {
 
 RUN_SLOWLY = {
     "dlrm": ("8-smallest", "2x4-drawn", "2x3-drawn"),
-    "moe": ("8-smallest", "2x2x2-fastest", "2x3-fastest"),
+    "moe": ("8-smallest", "2x4-fastest", "2x2x2-fastest", "2x3-fastest"),
     "resnet": ("8-smallest", "2x2x2-fastest"),
     "gpt_linen": ("2x2x2-fastest",),
     "gpt_nnx": ("2x3-fastest",),

@@ -50,15 +50,13 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
     import autoshard
     from autoshard.cost_model.errors import InputError
     from autoshard.search.ir.trace import trace
-    from tests import zoo
     from tests.executors.pipelines import pipelined, schedule_of
     from tests.executors.test_spmd import shared as layered
+    from tests.zoo import Case, make_mlp
 
-    case = zoo.make_mlp(widths=(32, 48, 16), dtype=jnp.float64)
+    case = make_mlp(widths=(32, 48, 16), dtype=jnp.float64)
 
-    def losses(
-        step: Any, state: Any, batches: range = range(NUM_STEPS), case: zoo.Case = case
-    ) -> list[float]:
+    def losses(step: Any, state: Any, batches: range = range(NUM_STEPS), case: Case = case) -> list[float]:
         told = []
         for i in batches:
             state, metrics = step(state, case.batch(i), *case.extra())
@@ -72,8 +70,8 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
         state, metrics = case.step(state, batch)
         return state, metrics | {"state": state}
 
-    def trained(run: Any = case.step, **options: Any) -> list[float]:
-        step = autoshard.parallelize(run, **options)
+    def trained(**options: Any) -> list[float]:
+        step = autoshard.parallelize(case.step, **options)
         return losses(step, step.init(case.init, args=(case.batch(0),)))
 
     def on_unequal_submeshes() -> list[float]:
@@ -89,7 +87,7 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
         return losses(step, state, range(NUM_STEPS), layers)
 
     def from_a_checkpoint() -> list[float]:
-        step = autoshard.parallelize(case.step, stages=4, microbatches=4)
+        step = autoshard.parallelize(telling_all, stages=4, microbatches=4)
         state, _ = step(step.init(case.init, args=(case.batch(0),)), case.batch(0))
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / "state", step.for_checkpoint(state))
@@ -99,7 +97,7 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
         return losses(step, state, range(1, NUM_STEPS))
 
     def refused(widths: tuple[int, ...] = (32, 48, 16), **options: Any) -> str:
-        own = zoo.make_mlp(widths)
+        own = make_mlp(widths)
         try:
             autoshard.parallelize(own.step, **options)(*own.args())
         except InputError as e:
@@ -108,7 +106,6 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
 
     return {
         "one program": lambda: trained(mesh=(8,)),
-        "a pipeline": lambda: trained(telling_all, stages=2, microbatches=4),
         "unequal submeshes": on_unequal_submeshes,
         "one program for all stages": of_one_program,
         "two stages in each process, from a checkpoint": from_a_checkpoint,

@@ -13,7 +13,7 @@ from autoshard.search import driver
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 
-from .compiled import HURRY
+from .compiled import COLLECTIVES_ALONE
 
 CLUSTER = parse_cluster("8xH100-80GB")
 BATCH, SEQ, HEADS, WIDTH, LAYERS = 32, 512, 8, 512, 3
@@ -46,6 +46,6 @@ def test_the_compiler_carries_no_mask_through_a_loop():
     found = driver.find(trace(train_step, params, x), CLUSTER, Options(1 << 40, (8,)))
     program = build(found.step, found.sharding, None)
     module = module_bytes(lower(program.fn, program.args))
-    text = compile_apart(module, CLUSTER, compiler=Compiler(flags=HURRY)).text
+    text = compile_apart(module, CLUSTER, compiler=Compiler(flags=COLLECTIVES_ALONE)).text
     assert " while(" in text
     assert carried(text) == []

@@ -18,7 +18,7 @@ from autoshard.search.pipeline.spmd import written
 from autoshard.search.pipeline.spmd_planning import find
 from autoshard.search.plan.spmd_step import LayerLoop, SpmdSharding
 from autoshard.verification.pipeline_result import PipelineVerification
-from tests.gpu.compiled import HURRY
+from tests.gpu.compiled import COLLECTIVES_ALONE
 from tests.zoo import Case, make_gpt_scan
 from tests.zoo.megatron import make_megatron
 from tests.zoo.mlp import make_mlp
@@ -32,7 +32,7 @@ WORKSPACE_BYTES = 32 << 20
 
 def compiled(program: Program) -> CompiledStats:
     module = module_bytes(lower(program.fn, program.args))
-    answer = compile_apart(module, parse_cluster("8xH100-80GB"), compiler=Compiler(flags=HURRY))
+    answer = compile_apart(module, parse_cluster("8xH100-80GB"), compiler=Compiler(flags=COLLECTIVES_ALONE))
     return CompiledStats.of(answer, dict(program.mesh.shape))
 
 

@@ -24,7 +24,7 @@ from autoshard.search.ir.sharding import ReshardPath
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, Spec, partition_spec
 from autoshard.search.problem.reshard import SLICE, Resharder
 
-from .compiled import HURRY
+from .compiled import COLLECTIVES_ALONE
 
 MESH, NAMES = (4, 3), AXIS_NAMES[2]
 SHAPE = (1007, 1024)
@@ -41,7 +41,7 @@ def test_paths_compile_as_they_are_priced():
     paths = _paths(Resharder(MeshModel(cluster, MESH)))
     lowered = jax.jit(_reshards(paths)).trace([_operands(source) for source, _ in paths])
     module = module_bytes(lowered.lower(lowering_platforms=("cuda",)))
-    answer = compile_apart(module, cluster, compiler=Compiler(flags=HURRY))
+    answer = compile_apart(module, cluster, compiler=Compiler(flags=COLLECTIVES_ALONE))
     found = CompiledStats.of(answer, dict(zip(NAMES, MESH, strict=True))).collectives
     sums_bytes = ITEMSIZE * len(paths)  # each product ends in a scalar, reduced over any axes
     assert {key: moved for key, (_, moved) in found.items()} == pytest.approx(_priced(paths), abs=sums_bytes)

@@ -282,4 +282,4 @@ def test_search_cost_does_not_grow_with_depth():
         of_arguments = {f"{name} -> {phase}" for name in decisions.arguments for phase in ReadPhase}
         return len(decisions.ops) + len(decisions.copies.keys() - of_arguments)
 
-    assert num_decisions(12) == num_decisions(6)
+    assert num_decisions(8) == num_decisions(6)

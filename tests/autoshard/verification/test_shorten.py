@@ -208,7 +208,7 @@ def planned(batch: int) -> tuple[Step, StepSharding]:
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("batch", [128, 8192])
+@pytest.mark.parametrize("batch", [128, pytest.param(8192, marks=pytest.mark.slow)])
 def test_collectives_and_arguments_of_the_whole_program_follow(batch):
     found = shortened(*planned(batch))
     whole, short = compiled(*planned(batch)), compiled(*found.short)

@@ -102,7 +102,7 @@ def train_wmt(jit):
         return new, {"loss": loss, "accuracy": hits, "learning_rate": rate, "scale": scale.scale}
 
     step = jit(train_step, static_argnames=("learning_rate_fn", "label_smoothing"))
-    params = model.init(jax.random.key(0), *(jnp.ones((1, 8), jnp.int32),) * 2)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), *(jnp.ones((1, 8), jnp.int32),) * 2)["params"]
     state = ScaledState.create(
         apply_fn=model.apply,
         params=params,
@@ -202,7 +202,7 @@ def train_ppo(jit):
         return state, total
 
     model, history = ActorCritic(4), []
-    params = model.init(jax.random.key(0), jnp.ones((1, 12, 12, 4)))["params"]
+    params = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 12, 12, 4)))["params"]
     state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
     for i in range(NUM_STEPS):
         rng = np.random.default_rng(i)
@@ -261,7 +261,7 @@ def train_vae(jit):
         return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
 
     step, rng = jit(train_step, static_argnames="latents"), jax.random.key(0)
-    params = Vae(4).init(rng, jnp.ones((64, 128)), rng)["params"]
+    params = jax.jit(Vae(4).init)(rng, jnp.ones((64, 128)), rng)["params"]
     state = train_state.TrainState.create(apply_fn=Vae(4).apply, params=params, tx=optax.adam(1e-3))
     for i in range(NUM_STEPS):
         rng, key = jax.random.split(rng)
@@ -424,7 +424,7 @@ def train_graph(jit):
 
     model, rng, history = GraphNet(16, 6), jax.random.key(0), []
     blank = draw_graphs(0)._replace(globals=jnp.ones((8, 1)))
-    params = model.init({"params": rng, "dropout": rng}, blank)
+    params = jax.jit(model.init)({"params": rng, "dropout": rng}, blank)
     state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
     for i in range(NUM_STEPS):
         rng, dropout_rng = jax.random.split(rng)

@@ -101,7 +101,11 @@ def test_roles_of_three_arguments():
 
 
 @pytest.mark.parametrize(
-    "model", ["gpt_linen", "gpt_nnx", "gpt_nnx_optimizer", "gpt_scan", "resnet", "t5", "dlrm"]
+    "model",
+    [
+        *("gpt_linen", "gpt_nnx_optimizer", "gpt_scan", "resnet", "dlrm"),
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("gpt_nnx", "t5")),
+    ],
 )
 def test_every_leaf_of_a_models_state_is_paired(model):
     case = zoo.MAKERS[model]()

@@ -23,6 +23,7 @@ from autoshard.search.pipeline.proposals import Parts, Proposal
 from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
 from autoshard.search.pipeline.simulator import simulate
 from tests.zoo.megatron import make_megatron
+from tests.zoo.mlp import make_mlp
 
 CLUSTER = parse_cluster("8xA100-80GB")
 SHAPES = ((1,), (2,))
@@ -273,7 +274,7 @@ def test_stages_that_share_workers_have_any_equal_share_of_the_devices():
 
 
 def batch_of_48() -> Step:
-    case = make_megatron(8, 64, 4, 256, 32, 48)
+    case = make_mlp(widths=(512,) * 17, batch=48)
     return trace(case.step, *case.abstract_args())
 
 

@@ -167,8 +167,13 @@ MODELS = {
     "t5": lambda: make_t5(num_layers=1),
 }
 
+SLOW = {"evoformer", "gpt_nnx", "gpt_nnx_optimizer", "llama", "mixer", "t5", "unet", "vit"}
+"""Models of ops that the others have, too: of attention, convolutions, loops, experts and tables."""
 
-@pytest.mark.parametrize("model", MODELS)
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in MODELS]
+)
 def test_no_two_names_or_texts_are_alike_and_all_are_read_as_they_were_written(model):
     case = MODELS[model]()
     words = codec(case.step, *case.abstract_args())

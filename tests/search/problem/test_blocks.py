@@ -1,6 +1,7 @@
 """Blocks against the names that a model gives its layers, which `find_blocks` does not read."""
 
 import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -88,14 +89,19 @@ def cast(stacks, extra, x):
 
 PLAIN, GATED = {"w": SQUARE, "b": ROW}, {"gate": SQUARE, "w": SQUARE}
 STEPS = {
-    "plain": traced(stack_of(plain), [PLAIN] * 7),
-    "biased": traced(stack_of(biased), [PLAIN] * 7),
-    "gated": traced(stack_of(gated), [GATED] * 5),
-    "two stacks": traced(two_stacks, [PLAIN] * 6, [GATED] * 5),
-    "masked": traced(masked, [PLAIN] * 6, extra={"mask": ROW}),
-    "cast": traced(cast, [PLAIN] * 6),
+    "plain": partial(traced, stack_of(plain), [PLAIN] * 7),
+    "biased": partial(traced, stack_of(biased), [PLAIN] * 7),
+    "gated": partial(traced, stack_of(gated), [GATED] * 5),
+    "two stacks": partial(traced, two_stacks, [PLAIN] * 6, [GATED] * 5),
+    "masked": partial(traced, masked, [PLAIN] * 6, extra={"mask": ROW}),
+    "cast": partial(traced, cast, [PLAIN] * 6),
 }
-ALL = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+ALL = pytest.mark.parametrize("name", STEPS)
+
+
+@cache
+def step_of(name: str) -> Step:
+    return STEPS[name]()
 
 
 def layer_blocks(step: Step) -> tuple[dict[tuple[int, int], int], list[int | None], list[int | None]]:
@@ -109,7 +115,8 @@ def layer_blocks(step: Step) -> tuple[dict[tuple[int, int], int], list[int | Non
 
 
 @ALL
-def test_every_op_of_a_layer_is_of_its_block_in_all_phases(step):
+def test_every_op_of_a_layer_is_of_its_block_in_all_phases(name):
+    step = step_of(name)
     of_layer, of_op, _ = layer_blocks(step)
     named = dict.fromkeys(Phase, 0)
     for op, block in zip(step.graph.ops, of_op, strict=True):
@@ -120,7 +127,8 @@ def test_every_op_of_a_layer_is_of_its_block_in_all_phases(step):
 
 
 @ALL
-def test_every_leaf_of_a_layer_is_of_its_block_its_momentum_too(step):
+def test_every_leaf_of_a_layer_is_of_its_block_its_momentum_too(name):
+    step = step_of(name)
     of_layer, _, of_argument = layer_blocks(step)
     seen = set()
     for argument, block in zip(step.arguments, of_argument, strict=True):
@@ -132,7 +140,7 @@ def test_every_leaf_of_a_layer_is_of_its_block_its_momentum_too(step):
 
 
 def test_stacks_are_numbered_through_in_the_order_of_the_forward_phase():
-    found = {name: find_blocks(step).stacks for name, step in STEPS.items()}
+    found = {name: find_blocks(step_of(name)).stacks for name in STEPS}
     assert found == {
         "plain": (range(7),),
         "biased": (range(7),),
@@ -144,13 +152,13 @@ def test_stacks_are_numbered_through_in_the_order_of_the_forward_phase():
 
 
 def test_what_all_layers_read_is_of_no_block():
-    step = STEPS["masked"]
+    step = step_of("masked")
     of_argument = dict(zip((a.name for a in step.arguments), find_blocks(step).of_argument, strict=True))
     assert of_argument["extra['mask']"] is None
 
 
 def test_the_cast_of_a_layer_s_weight_is_the_layer_s():
-    step = STEPS["cast"]
+    step = step_of("cast")
     blocks = find_blocks(step)
     maker = dict(zip(step.graph.inputs, blocks.of_argument, strict=True))
     casts = [
@@ -181,7 +189,7 @@ def test_state_that_is_only_written_is_the_block_s_that_writes_it():
 
 
 def test_the_norm_of_all_gradients_is_of_no_block():
-    step = STEPS["plain"]
+    step = step_of("plain")
     found = [b for op, b in zip(step.graph.ops, find_blocks(step).of_op, strict=True) if op.name == "sqrt"]
     assert found == [None] * len(found) != []
 
