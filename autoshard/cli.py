@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autoshard import __version__, argument_parser
+from autoshard import __version__, argument_parser, completion
 from autoshard.argument_parser import Parser
 from autoshard.cost_model.errors import AutoshardError
 from autoshard.display import say
@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with one_line_warnings():
         try:
-            options = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+            parser = _parser()
+            completion.offer(parser)
+            options = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
             return options.run(options)
         except SystemExit as e:  # argparse has printed the error
             return int(e.code or 0)
@@ -112,9 +114,10 @@ def _parser() -> argparse.ArgumentParser:
         help="file.py:function or package.module:function; the function has no parameters and returns "
         "(train_step, args), where args is a tuple of arrays or jax.ShapeDtypeStructs",
     )
-    search.add_argument(
+    cluster = search.add_argument(
         "--cluster", required=True, help="the cluster: a preset such as 64xH100-80GB, or a JSON file"
     )
+    completion.completes_clusters(cluster)
     search.add_argument(
         "--memory",
         help="memory cap per device, such as 70GiB or 90%%; default: all memory but the runtime's own",
@@ -236,12 +239,13 @@ def _parser() -> argparse.ArgumentParser:
         help="list the presets, or print a cluster's numbers with their sources",
         epilog=_ending("autoshard clusters 8xH100-80GB --json > node.json", 2),
     )
-    listing.add_argument(
+    of_listing = listing.add_argument(
         "cluster",
         nargs="?",
         metavar="CLUSTER",
         help="a preset, COUNTxPRESET such as 64xH100-80GB, or a JSON file",
     )
+    completion.completes_clusters(of_listing)
     listing.add_argument("--json", action="store_true", help="print a cluster file, to be edited")
     listing.set_defaults(run=_without_jax("clusters"))
     schema = subparsers.add_parser(

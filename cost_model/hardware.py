@@ -101,11 +101,7 @@ def joined(groups: Sequence[Cluster]) -> MixedCluster:
 
 
 def _from_preset(text: str, counted: re.Match[str] | None) -> Cluster:
-    names = {
-        _name(gpu, network): (gpu, network)
-        for gpu, preset in PRESETS.items()
-        for network in preset["networks"]
-    }
+    names = preset_names()
     known = f"presets: {', '.join(names)}"
     if counted is None:
         hint = closest(
@@ -126,6 +122,15 @@ def _from_preset(text: str, counted: re.Match[str] | None) -> Cluster:
             f"{num_devices} devices in {text!r} do not divide into equal nodes; {_nearest(num_devices, full)}"
         )
     return Cluster.of(_preset_json(gpu, network, num_devices, devices_per_node))
+
+
+def preset_names() -> dict[str, tuple[str, str]]:
+    """The names that may follow a count, each with its GPU and its network."""
+    return {
+        _name(gpu, network): (gpu, network)
+        for gpu, preset in PRESETS.items()
+        for network in preset["networks"]
+    }
 
 
 def _name(gpu: str, network: str) -> str:
