@@ -171,6 +171,20 @@ def _found(
     return alone() if wanted is None else pipelines.fastest(step, hardware, wanted, asked, alone, progress)
 
 
+def tracer(
+    function: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: Any
+) -> Callable[[AnyCluster], Step]:
+    """A step with its arguments, to be traced for clusters; the function that takes them is named in messages."""
+    call, own = _told_apart(function, step, args, kwargs, state=state)
+    return lambda hardware: _traced(call, hardware, own["state"])
+
+
+def planned(traced: Step, hardware: AnyCluster, asked: Asked, progress: Progress = lambda line: None) -> Plan:
+    """The plan that `search` finds for a traced step, without `stages`, `schedule` and `executor`."""
+    wanted = pipelines.asked_for(None, None, is_open=pipelines.leaves_open(asked))
+    return _found(traced, hardware, wanted, asked, progress).plan
+
+
 @boundary
 def emit(
     step: Callable[..., Any],

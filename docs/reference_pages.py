@@ -43,7 +43,7 @@ def _printed(*arguments: str) -> str:
 
 def _usages() -> Iterator[str]:
     """A section for each command, as `--help` prints it."""
-    for command in re.findall(r"^    (\w+) ", _printed("--help"), re.MULTILINE):
+    for command in re.findall(r"^    ([\w-]+) ", _printed("--help"), re.MULTILINE):
         yield from (f"## autoshard {command}", "", "```text", _printed(command, "--help").rstrip(), "```", "")
 
 

@@ -72,11 +72,16 @@ def summary(plan: PlanValues) -> str:
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
 
+def title(plan: PlanValues) -> str:
+    """The kind of plan, which is the first line of the summary."""
+    return headline(_shape(plan))
+
+
 def _answer(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     """The kind of plan, its time, its memory and its certificate."""
     numbers = metrics(plan)
     return [
-        headline(_shape(plan)),
+        title(plan),
         _time_line(numbers, cluster.caveat),
         *_rate_line(numbers),
         *_peaks(plan, cluster),
