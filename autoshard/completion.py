@@ -23,7 +23,7 @@ def offer(parser: argparse.ArgumentParser) -> None:
 
 
 def clusters(prefix: str, **_: Any) -> list[str]:
-    """The clusters that begin so: presets behind a count, by default that of a full node; the last of several joined by `+`.
+    """The clusters that begin so: presets behind a count, by default that of a full node; the last of several.
 
     Example:
       >>> clusters("8xL4+64xH2")
@@ -32,10 +32,10 @@ def clusters(prefix: str, **_: Any) -> list[str]:
     from autoshard.cost_model.hardware import preset_names
     from autoshard.cost_model.presets import node_devices
 
-    before, plus, last = prefix.rpartition("+")
-    counted = re.match("[1-9][0-9]*x", last)
+    before = re.match(r".*[+,]|", prefix)[0]  # type: ignore[index]  # an empty text fits
+    counted = re.match("[1-9][0-9]*x", prefix.removeprefix(before))
     offered = (
-        f"{before}{plus}{counted[0] if counted else f'{node_devices(gpu)}x'}{name}"
+        f"{before}{counted[0] if counted else f'{node_devices(gpu)}x'}{name}"
         for name, (gpu, _) in preset_names().items()
     )
     return [one for one in offered if one.startswith(prefix)]

@@ -34,7 +34,8 @@ def swept(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         was_interrupted = True
     rows = in_order(found)
-    _print(rows, options)
+    if rows:
+        _print(rows, options)
     if was_interrupted:
         say(f"interrupted: {len(rows)} of {len(sweep.cases)} rows were found")
         return INTERRUPTED
@@ -47,7 +48,7 @@ def _cores() -> int:
 
 
 def _print(rows: tuple[WhatIf, ...], options: argparse.Namespace) -> None:
-    if options.html is not None and rows:
+    if options.html is not None:
         write_whole(options.html, page(options.target, rows), "the plot")
     print(json.dumps([row.to_json() for row in rows], indent=1) if options.json else table(rows), flush=True)
 

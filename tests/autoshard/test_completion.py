@@ -43,6 +43,7 @@ def test_a_count_is_that_of_a_full_node_until_it_is_given():
         "8xL4+16xA100-80GB",
         "8xL4+16xA100-80GB-Ethernet",
     ]
+    assert completion.clusters("8xL4,72xGB3") == ["8xL4,72xGB300-NVL72"]
     assert completion.clusters("nothing") == []
 
 
