@@ -46,12 +46,14 @@ __all__ = [
     "StageEstimates",
     "StageProof",
     "Verification",
+    "WhatIf",
     "WorkShares",
     "choices",
     "emit",
     "parallelize",
     "search",
     "verify",
+    "what_if",
 ]
 
 if TYPE_CHECKING:

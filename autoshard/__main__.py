@@ -1,5 +1,7 @@
 """`python -m autoshard`, and the program `autoshard`."""
 
+# PYTHON_ARGCOMPLETE_OK  (argcomplete's global activation looks for this mark)
+
 import sys
 
 from autoshard.interrupts import leaving

@@ -152,6 +152,21 @@ def _found(
     return pipelines.fastest(step, hardware, options, alone, progress) if is_open else alone()
 
 
+def tracer(
+    function: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: Any
+) -> Callable[[AnyCluster], Step]:
+    """A step with its arguments, to be traced for clusters; the function that takes them is named in messages."""
+    call, own = _told_apart(function, step, args, kwargs, state=state)
+    return lambda hardware: _traced(call, hardware, own["state"])
+
+
+def planned(
+    traced: Step, hardware: AnyCluster, options: Options, progress: Progress = lambda line: None
+) -> Plan:
+    """The plan that `search` finds for a traced step."""
+    return _found(traced, hardware, options, progress).plan
+
+
 @boundary
 def emit(
     step: Callable[..., Any],

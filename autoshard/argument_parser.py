@@ -161,3 +161,28 @@ def pin(text: str) -> tuple[str, str]:
             f"wanted PATH=SPEC such as \"params['emb']=P('model')\", got {text!r}"
         )
     return path.strip(), spec
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    named = tuple(name.strip() for name in text.split(","))
+    if not all(named):
+        raise argparse.ArgumentTypeError(f"wanted names separated by commas, got {text!r}")
+    return named
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas."""
+    return tuple(map(count, text.split(",")))
+
+
+def price(text: str) -> tuple[str, float]:
+    """A kind of GPU, and its price per hour."""
+    kind, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not (kind.strip() and math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"wanted KIND=PRICE such as h100=2.5, got {text!r}")
+    return kind.strip(), value

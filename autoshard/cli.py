@@ -1,4 +1,4 @@
-"""The command line: `autoshard search`, `verify`, `show`, `schema`, `clusters` and `calibrate`.
+"""The command line: `autoshard search`, `verify`, `show`, `what-if`, `schema`, `clusters` and `calibrate`.
 
 Results go to stdout; progress, warnings and errors to stderr. `EXIT_STATUSES` has the meaning of each exit status.
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autoshard import __version__, argument_parser
+from autoshard import __version__, argument_parser, completion
 from autoshard.argument_parser import Parser
 from autoshard.cost_model.errors import AutoshardError
 from autoshard.display import say
@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with one_line_warnings():
         try:
-            options = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+            parser = _parser()
+            completion.offer(parser)
+            options = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
             return options.run(options)
         except SystemExit as e:  # argparse has printed the error
             return int(e.code or 0)
@@ -112,9 +114,10 @@ def _parser() -> argparse.ArgumentParser:
         help="file.py:function or package.module:function; the function has no parameters and returns "
         "(train_step, args), where args is a tuple of arrays or jax.ShapeDtypeStructs",
     )
-    search.add_argument(
+    cluster = search.add_argument(
         "--cluster", required=True, help="the cluster: a preset such as 64xH100-80GB, or a JSON file"
     )
+    completion.completes_clusters(cluster)
     search.add_argument(
         "--memory",
         help="memory cap per device, such as 70GiB or 90%%; default: all memory but the runtime's own",
@@ -237,12 +240,13 @@ def _parser() -> argparse.ArgumentParser:
         help="list the presets, or print a cluster's numbers with their sources",
         epilog=_ending("autoshard clusters 8xH100-80GB --json > node.json", 2),
     )
-    listing.add_argument(
+    of_listing = listing.add_argument(
         "cluster",
         nargs="?",
         metavar="CLUSTER",
         help="a preset, COUNTxPRESET such as 64xH100-80GB, or a JSON file",
     )
+    completion.completes_clusters(of_listing)
     listing.add_argument("--json", action="store_true", help="print a cluster file, to be edited")
     listing.set_defaults(run=_without_jax("clusters"))
     schema = subparsers.add_parser(
@@ -253,7 +257,8 @@ def _parser() -> argparse.ArgumentParser:
     schema.add_argument("file", choices=["cluster", "plan"], help="the kind of file")
     schema.set_defaults(run=_without_jax("schema"))
     _add_calibrate(subparsers)
-    for command in (search, verify, show):
+    what_if = _add_what_if(subparsers)
+    for command in (search, verify, show, what_if):
         command.add_argument(
             "--state",
             action="append",
@@ -285,3 +290,57 @@ def _add_calibrate(subparsers: Any) -> None:
         help="measure across processes: run it in each, under a launcher that jax.distributed.initialize() knows",
     )
     command.set_defaults(run=_with_jax("calibrate", uses_devices=True))
+
+
+def _add_what_if(subparsers: Any) -> argparse.ArgumentParser:
+    command = subparsers.add_parser(
+        "what-if",
+        help="plan a training step for several clusters, and compare time and price",
+        epilog=_ending(
+            "autoshard what-if train.py:target --clusters 8xH100-80GB,16xL4 --price h100=2.5 --price l4=0.7",
+            2,
+            3,
+        ),
+    )
+    command.add_argument("target", metavar="TARGET", help="as for search")
+    clusters = command.add_argument(
+        "--clusters",
+        type=argument_parser.names,
+        required=True,
+        help="clusters separated by commas, each as for search; a preset alone is a full node",
+    )
+    completion.completes_clusters(clusters)
+    command.add_argument(
+        "--memory",
+        type=argument_parser.names,
+        help="memory caps per device separated by commas; default, and at most: all memory but the runtime's own",
+    )
+    command.add_argument(
+        "--devices",
+        type=argument_parser.counts,
+        metavar="N,N",
+        help="numbers of devices, with which each preset is tried instead of its own",
+    )
+    command.add_argument(
+        "--steps", type=argument_parser.count, metavar="N", help="number of steps to price; default: 1000"
+    )
+    command.add_argument(
+        "--tokens",
+        type=argument_parser.count,
+        metavar="N",
+        help="number of tokens to price, instead of steps",
+    )
+    command.add_argument(
+        "--price",
+        type=argument_parser.price,
+        action="append",
+        default=[],
+        metavar="KIND=X",
+        help="price of a GPU hour, such as h100=2.5; may be repeated",
+    )
+    command.add_argument(
+        "--time-limit", type=argument_parser.seconds, metavar="S", help="as for search, for each combination"
+    )
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a plot of time and price")
+    command.set_defaults(run=_with_jax("what_if"))
+    return command

@@ -6,14 +6,14 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.cluster_file import number_paths, source_of
 from autoshard.cost_model.hardware import parse_cluster, parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster
-from autoshard.cost_model.presets import NODE_DEVICES, PRESETS
+from autoshard.cost_model.presets import PRESETS, SHORT_NAMES, node_devices
 from autoshard.cost_model.units import format_bytes, format_flops, format_rate
 from autoshard.search.plan.text_table import aligned, fitted
 
 
 def presets() -> dict[str, Cluster]:
     """A full node of each preset, by name."""
-    return {name: parse_cluster(f"{NODE_DEVICES}x{name}") for name in PRESETS}
+    return {name: parse_cluster(f"{node_devices(name)}x{name}") for name in PRESETS}
 
 
 def preset_table() -> str:
@@ -26,8 +26,9 @@ def preset_table() -> str:
 
 def named(text: str) -> AnyCluster:
     """The cluster that a command line names; a preset's name alone means a full node of it."""
-    bare = {name.lower(): name for name in PRESETS}.get(text.lower())
-    return parse_hardware(f"{NODE_DEVICES}x{bare}" if bare else text)
+    names = {name: name for name in PRESETS} | SHORT_NAMES
+    bare = {name.lower(): preset for name, preset in names.items()}.get(text.lower())
+    return parse_hardware(f"{node_devices(bare)}x{bare}" if bare else text)
 
 
 def description(cluster: AnyCluster) -> str:
@@ -44,7 +45,7 @@ def _described(cluster: AnyCluster) -> list[str]:
 
 def _row(name: str, cluster: Cluster) -> tuple[str, ...]:
     networks = (
-        f"{network} {format_rate(parse_cluster(f'{NODE_DEVICES}x{name}-{network}').inter.bytes_per_s)}"
+        f"{network} {format_rate(parse_cluster(f'{node_devices(name)}x{name}-{network}').inter.bytes_per_s)}"
         for network in PRESETS[name]["networks"]
     )
     device = cluster.device

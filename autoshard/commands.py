@@ -21,6 +21,7 @@ from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.whole_file import destination, write_whole
 from autoshard.display import shown
+from autoshard.no_device import use_no_device as use_no_device
 from autoshard.options import Options, among
 from autoshard.pipelines import are_allowed
 from autoshard.planning import limit_bytes
@@ -28,14 +29,9 @@ from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.pipeline import timeline
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spec_check import check_specs
+from autoshard.sweep.command import swept
 from autoshard.target import target
 from autoshard.verification.judge import target_config_text
-
-
-def use_no_device() -> None:
-    """Keeps JAX to the CPU, unless the user names a platform: planning needs no device, and takes none from others."""
-    if not jax.config.jax_platforms:
-        jax.config.update("jax_platforms", "cpu")
 
 
 def search(options: argparse.Namespace) -> int:
@@ -61,6 +57,13 @@ def _checked(keywords: Mapping[str, Any]) -> AnyCluster:
     are_allowed(asked)
     target_config_text(asked.target_config)
     return hardware
+
+
+def what_if(options: argparse.Namespace) -> int:
+    """Plans a step for several clusters."""
+    if options.html is not None:
+        _check_writable(options.html, "--html")
+    return swept(options)
 
 
 def verify(options: argparse.Namespace) -> int:

@@ -216,7 +216,7 @@ def suiting(step: Step, asked: Options, mesh: tuple[int, ...]) -> Options:
 
 def limit_bytes(cluster: AnyCluster, asked: Options) -> int:
     """The memory cap per device in bytes, from `memory=` or else from the cluster."""
-    limit = cluster.device_memory_limit() if asked.memory is None else _given_bytes(asked.memory, cluster)
+    limit = cluster.device_memory_limit() if asked.memory is None else given_bytes(asked.memory, cluster)
     _check_cap(limit, cluster, f"memory={asked.memory!r}")
     return limit
 
@@ -339,7 +339,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
-def _given_bytes(memory: str | int, cluster: AnyCluster) -> int:
+def given_bytes(memory: str | int, cluster: AnyCluster) -> int:
     """A cap as users say it: a size, or a share of the memory of the device that has most."""
     if not (isinstance(memory, str) and memory.rstrip().endswith("%")):
         return parse_bytes(memory)

@@ -23,6 +23,8 @@ from autoshard.search.plan.comparison import Amount, Comparison
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan, Sharding, Stage, StageEstimates
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
+from autoshard.sweep.rows import WhatIf
+from autoshard.sweep.what_if import what_if
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
 from autoshard.verification.result import Copied, Extent, Footprint, Moved, Verification
@@ -61,12 +63,14 @@ __all__ = [
     "StageEstimates",
     "StageProof",
     "Verification",
+    "WhatIf",
     "WorkShares",
     "choices",
     "emit",
     "parallelize",
     "search",
     "verify",
+    "what_if",
 ]
 
 for _name in __all__:

@@ -21,12 +21,23 @@ _GPU_NAMES = (
     ("A100-SXM4-40GB", "A100-40GB"),
     ("A100-SXM4-80GB", "A100-80GB"),
     ("A100 80GB", "A100-80GB"),
+    ("A10G", "A10G"),
+    ("L4", "L4"),
+    ("L40S", "L40S"),
+    ("RTX 4090(?! )", "RTX-4090"),
+    ("RTX 6000 Ada Generation(?! )", "RTX-6000-Ada"),
+    ("H100 PCIe", "H100-PCIe"),
+    ("H100 NVL", "H100-NVL"),
     ("H100", "H100-80GB"),
+    ("GH200 480GB", "GH200"),
     ("H200", "H200"),
     ("B200", "B200"),
-    ("L4", "L4"),
+    ("GB200", "GB200-NVL72"),
+    ("B300", "B300"),
+    ("GB300", "GB300-NVL72"),
 )
-"""Words in the CUDA driver's name of a device kind -> the preset."""
+"""Words in the CUDA driver's name of a device kind -> the preset; the first that fit. A laptop's GPU and a reduced one have
+words more ("RTX 4090 Laptop GPU", "RTX 4090 D")."""
 
 
 def attached_hardware(devices: Sequence[Any]) -> AnyCluster:

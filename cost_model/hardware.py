@@ -1,8 +1,9 @@
 """The cluster that the user names: by a preset's name, by a JSON file, or by a `Cluster` itself.
 
-A preset counts devices: `"64xH100-80GB"`. Up to eight share one node. More devices form nodes of eight, or, if
-eight does not divide the count, equal nodes of four to seven (12 devices are two nodes of six). A node that is
-not full has its share of the host memory and the network, as cloud providers and batch schedulers grant it.
+A preset counts devices: `"64xH100-80GB"`. A full node has eight, or as many as the preset says (72 GB200s share their
+NVLinks). Up to a full node's devices share one node. More form full nodes, or, if the count does not divide, equal nodes
+that are at least half full (12 H100s are two nodes of six). A node that is not full has its share of the host memory
+and the network, as cloud providers and batch schedulers grant it.
 Several presets joined by `+`, as in `"8xH100-80GB+16xA100-40GB"`, are the groups of a mixed cluster. The slowest of
 their networks joins these groups.
 
@@ -19,13 +20,17 @@ from autoshard.cost_model.cluster import Cluster, Device, Link
 from autoshard.cost_model.cluster_file import read_cluster
 from autoshard.cost_model.errors import ClusterError, closest
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
-from autoshard.cost_model.presets import DEVICE_KEYS, LINK_KEYS, NODE_DEVICES, PRESETS
+from autoshard.cost_model.presets import (
+    DEVICE_KEYS,
+    LINK_KEYS,
+    NODE_DEVICES,
+    PRESETS,
+    SHORT_NAMES,
+    node_devices,
+)
 from autoshard.cost_model.units import exact_bytes, parse_bytes
 
 __all__ = ["AnyCluster", "Cluster", "Device", "Link", "MixedCluster", "parse_cluster", "parse_hardware"]
-
-_MIN_NODE_DEVICES = 4
-"""Fewest devices per node when a count is divided into several nodes: half a node. Source: a choice of ours."""
 
 _COUNTED = re.compile(r"([1-9][0-9]{0,5})x(.+)", re.IGNORECASE | re.ASCII)
 
@@ -96,11 +101,7 @@ def joined(groups: Sequence[Cluster]) -> MixedCluster:
 
 
 def _from_preset(text: str, counted: re.Match[str] | None) -> Cluster:
-    names = {
-        _name(gpu, network): (gpu, network)
-        for gpu, preset in PRESETS.items()
-        for network in preset["networks"]
-    }
+    names = preset_names()
     known = f"presets: {', '.join(names)}"
     if counted is None:
         hint = closest(
@@ -109,16 +110,27 @@ def _from_preset(text: str, counted: re.Match[str] | None) -> Cluster:
         raise ClusterError(f"wanted a cluster as '<count>x<GPU>' or a JSON file, got {text!r}{hint}; {known}")
     num_devices, wanted = int(counted[1]), counted[2]
     spelled_out = {f"{gpu}-{network}": (gpu, network) for gpu, network in names.values()}
-    presets = {name.lower(): preset for name, preset in (names | spelled_out).items()}
+    short = {name: names[preset] for name, preset in SHORT_NAMES.items()}
+    presets = {name.lower(): preset for name, preset in (names | spelled_out | short).items()}
     if wanted.lower() not in presets:
         raise ClusterError(f"unknown preset {wanted!r} in {text!r}{closest(wanted, tuple(names))}; {known}")
-    devices_per_node = _devices_per_node(num_devices)
+    gpu, network = presets[wanted.lower()]
+    full = node_devices(gpu)
+    devices_per_node = _devices_per_node(num_devices, full)
     if not devices_per_node:
         raise ClusterError(
-            f"{num_devices} devices in {text!r} do not divide into equal nodes; {_nearest(num_devices)}"
+            f"{num_devices} devices in {text!r} do not divide into equal nodes; {_nearest(num_devices, full)}"
         )
-    gpu, network = presets[wanted.lower()]
     return Cluster.of(_preset_json(gpu, network, num_devices, devices_per_node))
+
+
+def preset_names() -> dict[str, tuple[str, str]]:
+    """The names that may follow a count, each with its GPU and its network."""
+    return {
+        _name(gpu, network): (gpu, network)
+        for gpu, preset in PRESETS.items()
+        for network in preset["networks"]
+    }
 
 
 def _name(gpu: str, network: str) -> str:
@@ -126,24 +138,24 @@ def _name(gpu: str, network: str) -> str:
     return gpu if network == next(iter(PRESETS[gpu]["networks"])) else f"{gpu}-{network}"
 
 
-def _devices_per_node(num_devices: int) -> int:
-    """Devices in each of the equal nodes, or 0 if the count does not divide into equal nodes."""
-    if num_devices <= NODE_DEVICES:
+def _devices_per_node(num_devices: int, full: int) -> int:
+    """Devices in each of the equal nodes, each at least half of a full node; 0 if the count does not divide so."""
+    if num_devices <= full:
         return num_devices
-    sizes = range(NODE_DEVICES, _MIN_NODE_DEVICES - 1, -1)
+    sizes = range(full, (full - 1) // 2, -1)
     return next((size for size in sizes if num_devices % size == 0), 0)
 
 
-def _nearest(num_devices: int) -> str:
-    lower = next(count for count in range(num_devices, 0, -1) if _devices_per_node(count))
-    upper = next(count for count in range(num_devices, 2 * num_devices) if _devices_per_node(count))
+def _nearest(num_devices: int, full: int) -> str:
+    lower = next(count for count in range(num_devices, 0, -1) if _devices_per_node(count, full))
+    upper = next(count for count in range(num_devices, 2 * num_devices) if _devices_per_node(count, full))
     return f"the nearest counts that do: {lower}, {upper}"
 
 
 def _preset_json(gpu: str, network: str, num_devices: int, devices_per_node: int) -> dict[str, Any]:
     preset = PRESETS[gpu]
     links = {"intra": preset["intra"], "inter": preset["networks"][network], "host_link": preset["host_link"]}
-    host_bytes = parse_bytes(preset["host_memory"]["value"]) * devices_per_node // NODE_DEVICES
+    host_bytes = parse_bytes(preset["host_memory"]["value"]) * devices_per_node // node_devices(gpu)
     return {
         "name": f"{num_devices}x{_name(gpu, network)}",
         "device": {"name": gpu} | {key: preset[key]["value"] for key in DEVICE_KEYS},

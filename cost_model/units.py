@@ -31,6 +31,7 @@ def _si(unit: str, size: Decimal = Decimal(1)) -> Scales:
 _BITS_PER_BYTE = Decimal(8)
 _IEC_BYTES: Scales = {"B": Decimal(1)} | {f"{prefix}B": Decimal(2**power) for prefix, power in _IEC.items()}
 _BYTES: Scales = _IEC_BYTES | _si("B") | {"KB": Decimal(1000)}
+_COUNTS: Scales = _si("")
 _SECONDS: Scales = {
     "ns": Decimal("1e-9"),
     "us": Decimal("1e-6"),
@@ -128,6 +129,11 @@ def format_rate(bytes_per_s: float) -> str:
 def format_flops(flops_per_s: float) -> str:
     """A computing speed for people: `format_flops(9.89e14) == "989 TFLOP/s"`."""
     return _format(flops_per_s, _FLOPS_PER_S)
+
+
+def format_count(number: float) -> str:
+    """A large number for people: `format_count(6240000) == "6.24M"`."""
+    return _format(number, _COUNTS).replace(" ", "")
 
 
 def format_mesh(shape: Sequence[int]) -> str:

@@ -43,7 +43,7 @@ def _printed(*arguments: str) -> str:
 
 def _usages() -> Iterator[str]:
     """A section for each command, as `--help` prints it."""
-    for command in re.findall(r"^    (\w+) ", _printed("--help"), re.MULTILINE):
+    for command in re.findall(r"^    ([\w-]+) ", _printed("--help"), re.MULTILINE):
         yield from (f"## autoshard {command}", "", "```text", _printed(command, "--help").rstrip(), "```", "")
 
 
@@ -87,7 +87,7 @@ def _type(said: Mapping[str, Any]) -> str:
 
 
 def _presets(presets: Mapping[str, Any]) -> Iterator[str]:
-    """A section for each preset: the numbers of a node of eight, each with its source."""
+    """A section for each preset: the numbers of a full node, each with its source."""
     for name, cluster in presets.items():
         yield from (f"## {name}", "", *_table("number", "value", "source"))
         sources = cluster.pop("sources")

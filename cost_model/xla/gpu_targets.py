@@ -20,6 +20,25 @@ _HOPPER = {
     "cuda_compute_capability": "{ major: 9 }",
 }
 
+_BLACKWELL = {
+    **_HOPPER,
+    "core_count": "148",
+    "l2_cache_size": "132644864",
+    "clock_rate_ghz": "1.965",
+    "cuda_compute_capability": "{ major: 10 }",
+}
+
+_ADA = {
+    "threads_per_core_limit": "1536",
+    "shared_memory_per_core": "102400",
+    "core_count": "58",
+    "fpus_per_core": "128",
+    "l2_cache_size": "50331648",
+    "clock_rate_ghz": "2.04",
+    "shared_memory_per_block_optin": "101376",
+    "cuda_compute_capability": "{ major: 8 minor: 9 }",
+}
+
 _CHIPS = MappingProxyType(
     {
         "V100": {
@@ -40,46 +59,88 @@ _CHIPS = MappingProxyType(
             "shared_memory_per_block_optin": "166912",
             "cuda_compute_capability": "{ major: 8 }",
         },
-        "L4": {
-            "threads_per_core_limit": "1536",
-            "shared_memory_per_core": "102400",
-            "core_count": "58",
-            "fpus_per_core": "128",
-            "l2_cache_size": "50331648",
-            "clock_rate_ghz": "2.04",
-            "shared_memory_per_block_optin": "101376",
-            "cuda_compute_capability": "{ major: 8 minor: 9 }",
+        "A10G": {
+            **_ADA,
+            "core_count": "80",
+            "l2_cache_size": "6291456",
+            "clock_rate_ghz": "1.71",
+            "cuda_compute_capability": "{ major: 8 minor: 6 }",
+        },
+        "L4": _ADA,
+        "L40S": {
+            **_ADA,
+            "core_count": "142",
+            "l2_cache_size": "100663296",
+            "clock_rate_ghz": "2.52",
+        },
+        "RTX-4090": {
+            **_ADA,
+            "core_count": "128",
+            "l2_cache_size": "75497472",
+            "clock_rate_ghz": "2.52",
+        },
+        "RTX-6000-Ada": {
+            **_ADA,
+            "core_count": "142",
+            "l2_cache_size": "100663296",
+            "clock_rate_ghz": "2.505",
         },
         "H100": _HOPPER,
-        "B200": {
-            **_HOPPER,
-            "core_count": "148",
-            "l2_cache_size": "132644864",
-            "clock_rate_ghz": "1.965",
-            "cuda_compute_capability": "{ major: 10 }",
+        "H100-PCIe": {**_HOPPER, "core_count": "114", "clock_rate_ghz": "1.755"},
+        "H100-NVL": {**_HOPPER, "clock_rate_ghz": "1.785"},
+        "B200": _BLACKWELL,
+        "GB200": {
+            **_BLACKWELL,
+            "core_count": "152",
+            "l2_cache_size": "135528448",
+            "clock_rate_ghz": "2.062",
+        },
+        "B300": {
+            **_BLACKWELL,
+            "core_count": "158",
+            "l2_cache_size": "135528448",
+            "cuda_compute_capability": "{ major: 10 minor: 3 }",
+        },
+        "GB300": {
+            **_BLACKWELL,
+            "core_count": "152",
+            "l2_cache_size": "135528448",
+            "clock_rate_ghz": "2.07",
+            "cuda_compute_capability": "{ major: 10 minor: 3 }",
         },
     }
 )
-"""XLA's fields for each chip. Source: XLA, `target_config/specs`. The L4 is not among them: NVIDIA's data sheet and the
-CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"."""
+"""XLA's fields for each chip. Source: XLA, `target_config/specs`. Those of compute capability 8.6 and 8.9 are not
+among them: NVIDIA's data sheets, its Ada whitepaper (cache and clock) and the CUDA C++ Programming Guide, table "Technical
+Specifications per Compute Capability"; clocks of the A10G and the H100 NVL: their peak FLOP/s and cores."""
 
 _GPUS = MappingProxyType(
     {
         "V100-16GB": ("V100", 16935682048, "898048000000"),
         "V100-32GB": ("V100", 34079637504, "898048000000"),
+        "A10G": ("A10G", 23684186112, "600000000000"),
         "L4": ("L4", 23622320128, "300000000000"),
+        "L40S": ("L40S", 47803531264, "864000000000"),
+        "RTX-4090": ("RTX-4090", 25383256719, "1008000000000"),
+        "RTX-6000-Ada": ("RTX-6000-Ada", 50983862272, "960000000000"),
         "A100-40GB": ("A100", 42949672960, "1555200000000"),
         "A100-80GB": ("A100", 85100068864, "2039040000000"),
         "H100-80GB": ("H100", 84929347584, "3352320000000"),
+        "H100-PCIe": ("H100-PCIe", 84942979072, "2039040000000"),
+        "H100-NVL": ("H100-NVL", 99456909312, "3900000000000"),
+        "GH200": ("H100", 101468602368, "4000000000000"),
         "H200": ("H100", 151397597184, "4800000000000"),
         "B200": ("B200", 191514411008, "7672320000000"),
+        "GB200-NVL72": ("GB200", 197897748480, "7928064000000"),
+        "B300": ("B300", 297021865984, "7936000000000"),
+        "GB300-NVL72": ("GB300", 297021079552, "7928064000000"),
     }
 )
-"""By device name: chip, memory in bytes, memory bandwidth in bytes/s. Source: XLA, `target_config/specs`; V100-32GB and L4
-as in `presets`."""
+"""By device name: chip, memory in bytes, memory bandwidth in bytes/s. Source: XLA, `target_config/specs`; as in `presets`
+for those that it does not have."""
 
 NEWEST = "B200"
-"""The newest GPU of the presets."""
+"""The first GPU of the newest generation among the presets."""
 
 _DNN = MappingProxyType({"V100": "{ major: 8 minor: 9 patch: 4 }", "A100": "{ major: 8 minor: 9 patch: 4 }"})
 """cuDNN's version for chips where it is not 9.7. Source: XLA, `target_config/specs`."""
@@ -101,12 +162,21 @@ a bound. Source: compiled programs (`benchmarks.under_caps`). With the full budg
 exceeded the cap, by up to 5%; with this share 5 did, with little or no loss of overlap. A smaller share helps no further."""
 
 _BEFORE_HOPPER = ("V100", "A100", "L4", "CPU")
+"""How the names of devices without a preset begin that are no Hoppers."""
+
+_HOPPER_CAPABILITY = (9, 0)
 
 
 def is_hopper_or_later(gpu: str) -> bool:
     """Whether XLA treats a GPU, given by its name, like Hopper: it hides latencies there by default, and gives cuBLAS more
-    workspace. An unknown GPU counts as a newer one."""
-    return not gpu.startswith(_BEFORE_HOPPER)
+    workspace. An unknown GPU counts as a newer one.
+
+    Example:
+      >>> [is_hopper_or_later(gpu) for gpu in ("GH200", "RTX-4090", "CPU")]
+      [True, False, False]
+    """
+    capability = compute_capability(gpu)
+    return not gpu.startswith(_BEFORE_HOPPER) if capability is None else capability >= _HOPPER_CAPABILITY
 
 
 def compute_capability(gpu: str) -> tuple[int, int] | None:

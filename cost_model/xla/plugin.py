@@ -3,7 +3,8 @@
 In an environment with `jax-cuda13-plugin` and without cuDNN, JAX finds the plugin at every start and prints some twenty
 lines. So the wheels need not be where the user's programs run: the compiler has a process of its own, and only that
 process has their folder on its path. The folder lies in the user's cache directory, with JAX's version in its name. It is
-filled once, by pip or uv, at the first verification.
+filled once, by pip or uv, at the first verification. A user without a home that can be written, as in a container, has it
+among the temporary files.
 
 An environment that has the plugin, such as one with `jax[cuda13]`, needs no second copy.
 """
@@ -17,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,10 +42,11 @@ def provided(progress: Callable[[str], None] = lambda line: None) -> Path | None
     """
     if is_installed():
         return None
-    folder = own_folder()
-    if not folder.is_dir():
-        progress(f"installing NVIDIA's compiler, once, into {folder} ({SIZE})")
-        _install(folder)
+    if own_folder().is_dir():
+        return own_folder()
+    folder, partial = _begun()
+    progress(f"installing NVIDIA's compiler, once, into {folder} ({SIZE})")
+    _install(folder, partial)
     return folder
 
 
@@ -61,17 +64,59 @@ def is_installed() -> bool:
 
 
 def own_folder() -> Path:
-    """The plugin's folder for this jaxlib and this Python: below `$XDG_CACHE_HOME`, by default `~/.cache`."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    """The plugin's folder for this jaxlib and this Python: where it is there, or else the first place for it."""
+    there = (place for place in _places() if place.is_dir() and _is_safe(place.parent))
+    return next(there, _places()[0])
+
+
+def _places() -> list[Path]:
+    """The folders that the plugin may be in: below `$XDG_CACHE_HOME`, by default `~/.cache`, if there is a home; and below
+    a folder of this user's for temporary files."""
     python = f"{sys.implementation.cache_tag}-{platform.machine()}"
-    return cache / "autoshard" / f"{PLUGINS[0]}-{_version('jaxlib')}-{python}"
+    name = f"{PLUGINS[0]}-{_version('jaxlib')}-{python}"
+    return [folder / name for folder in (*_cache_of_home(), _temporary())]
 
 
-def _install(folder: Path) -> None:
-    """Fills the folder as a whole: another process sees all of it or nothing."""
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir()) / f"autoshard-{os.getuid()}"
+
+
+def _is_safe(folder: Path) -> bool:
+    """False for a folder for temporary files that another user has made under our name."""
+    return folder != _temporary() or folder.stat().st_uid == os.getuid()
+
+
+def _cache_of_home() -> list[Path]:
     try:
-        partial.mkdir(parents=True)
+        return [Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "autoshard"]
+    except RuntimeError:  # HOME is not set, and the system does not know the user
+        return []
+
+
+def _begun() -> tuple[Path, Path]:
+    """The first place that can be written, and an empty folder beside it to be filled.
+
+    Raises:
+      InputError: no place can be written.
+    """
+    for folder in _places():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_safe(folder.parent):
+                partial.mkdir()
+                return folder, partial
+        except OSError:
+            continue
+    tried = " and ".join(str(folder.parent) for folder in _places())
+    raise _missing(
+        f"has no folder to be in: {tried} cannot be written (XDG_CACHE_HOME names another)", own_folder()
+    )
+
+
+def _install(folder: Path, partial: Path) -> None:
+    """Fills the folder as a whole: another process sees all of it or nothing."""
+    try:
         _run([*_installer(), *_wheels(partial)], folder)
         with contextlib.suppress(OSError):  # another process was faster
             partial.rename(folder)

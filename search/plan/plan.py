@@ -19,6 +19,7 @@ from autoshard.search.plan import edits, former_files
 from autoshard.search.plan.comparison import Comparison
 from autoshard.search.plan.executors import EXECUTORS, JIT
 from autoshard.search.plan.json_file import read_file, sealed
+from autoshard.search.plan.metrics import metrics
 from autoshard.search.plan.plan_file import SCHEMA, described, read, written
 from autoshard.search.plan.summary import summary
 from autoshard.search.plan.values import (
@@ -131,6 +132,25 @@ class Plan(PlanValues):
           PlanError: not JSON, or not a plan of this schema; says where.
         """
         return cls.from_json(read_file(path), str(path))
+
+    def metrics(self) -> dict[str, float]:
+        """The plan's numbers for a logger, by names that stay: the numbers that `print(plan)` says.
+
+        Always there are `devices` and `memory_cap_bytes`. `examples` and `tokens` of a step are there if the batch tells
+        them: examples are the common first dimension of its arrays, tokens the size of its largest array of whole numbers
+        with two dimensions. Predictions are left out if decisions were edited since they were made: `predicted_step_s`,
+        `model_flops` (of a step, on all devices, recomputed ones left out) and `predicted_mfu` if the step has matrix
+        products, `predicted_examples_per_s`, `predicted_tokens_per_s`, `predicted_peak_bytes` and `predicted_host_bytes`
+        per device, `compiled_peak_bytes` if the plan was compiled, `predicted_bubble` of a pipeline, and `certified_gap`
+        if there is a certificate. Shares are between 0 and 1.
+
+        Raises:
+          PlanError: a loaded plan's cluster does not make sense.
+
+        Example:
+          >>> wandb.log(train_step.plan.metrics())  # doctest: +SKIP
+        """
+        return metrics(self)
 
     def compare(self, other: "Plan") -> Comparison["Plan"]:
         """The differences from another plan: time, memory, collectives, and arguments that are sharded differently."""

@@ -8,12 +8,20 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import MeshModel
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
-from autoshard.cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
+from autoshard.cost_model.units import (
+    format_bytes,
+    format_count,
+    format_flops,
+    format_mesh,
+    format_rate,
+    format_seconds,
+)
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.search.plan.argument_lines import argument_lines
 from autoshard.search.plan.edits import edited, is_edited, num_deleted
 from autoshard.search.plan.executors import EXECUTORS, JIT, SPMD
-from autoshard.search.plan.headline import HEAVY, PlanShape, StageShape, headline, mfu
+from autoshard.search.plan.headline import HEAVY, PlanShape, StageShape, headline
+from autoshard.search.plan.metrics import metrics
 from autoshard.search.plan.peak_band import HasPeaks, band, is_known, may_exceed
 from autoshard.search.plan.text_table import Row, aligned, fitted, more_of, plural, search_time
 from autoshard.search.plan.values import Collective, Estimates, PlanValues, StageEstimates
@@ -64,13 +72,18 @@ def summary(plan: PlanValues) -> str:
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
 
+def title(plan: PlanValues) -> str:
+    """The kind of plan, which is the first line of the summary."""
+    return headline(_shape(plan))
+
+
 def _answer(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     """The kind of plan, its time, its memory and its certificate."""
-    estimates = plan.estimates
-    utilization = mfu(estimates.shares, cluster.groups, estimates.step_s)
+    numbers = metrics(plan)
     return [
-        headline(_shape(plan)),
-        _time_line(plan, utilization, cluster.caveat),
+        title(plan),
+        _time_line(numbers, cluster.caveat),
+        *_rate_line(numbers),
         *_peaks(plan, cluster),
         _gap(plan),
     ]
@@ -93,12 +106,26 @@ def _estimated(plan: PlanValues) -> list[list[str]]:
     ]
 
 
-def _time_line(plan: PlanValues, utilization: float | None, caveat: str) -> str:
+def _time_line(numbers: Mapping[str, float], caveat: str) -> str:
     """The predicted step time, its MFU and, of a pipeline, its bubble; and the cluster's caveat."""
-    said = [f"predicted step time: {format_seconds(plan.estimates.step_s)}"]
-    said += [] if utilization is None else [f"MFU {_percent(utilization, 1)}"]
-    said += [f"bubble {plan.estimates.bubble:.1%}"] * plan.is_pipeline
+    said = [f"predicted step time: {format_seconds(numbers['predicted_step_s'])}"]
+    if "predicted_mfu" in numbers:
+        said.append(f"MFU {_percent(numbers['predicted_mfu'], 1)}")
+    if "predicted_bubble" in numbers:
+        said.append(f"bubble {numbers['predicted_bubble']:.1%}")
     return ", ".join(said) + caveat
+
+
+def _rate_line(numbers: Mapping[str, float]) -> list[str]:
+    """The examples and tokens per second, and the model's work in a step."""
+    done = [
+        f"{format_count(numbers[rate])} {counted}/s"
+        for counted in ("examples", "tokens")
+        if (rate := f"predicted_{counted}_per_s") in numbers
+    ]
+    if "model_flops" in numbers:
+        done.append(f"{format_flops(numbers['model_flops']).removesuffix('/s')} of the model a step")
+    return [f"predicted throughput: {', '.join(done)}"] if done else []
 
 
 def _peaks(plan: PlanValues, cluster: AnyCluster) -> list[str]:

@@ -45,13 +45,27 @@ def cluster_of(nodes: list[int], **told: Any) -> Cluster:
         ("NVIDIA A100 80GB PCIe", "A100-80GB"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB200", "GB200-NVL72"),
+        ("NVIDIA GB300", "GB300-NVL72"),
     ],
 )
 def test_gpus_by_the_name_that_the_driver_gives(kind, preset):
     assert cluster_name([FakeDevice(kind)] * 2) == f"2x{preset}"
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA L40S", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090"])
+@pytest.mark.parametrize(
+    "kind",
+    ["NVIDIA L40", "NVIDIA A10", "NVIDIA GH200 144G HBM3e", "NVIDIA GeForce RTX 4090 D", "NVIDIA RTX 6000"],
+)
 def test_a_name_that_only_resembles_a_preset_is_none(kind):
     with pytest.raises(
         ClusterError, match=f"no preset describes the attached '{kind}' devices: pass cluster="

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from autoshard.cost_model.errors import ClusterError
 from autoshard.cost_model.hardware import Cluster, Device, Link, parse_cluster
-from autoshard.cost_model.presets import PRESETS
+from autoshard.cost_model.presets import PRESETS, node_devices
 
 GPUS = tuple(PRESETS)
+OF_EIGHT = [gpu for gpu in GPUS if node_devices(gpu) == 8]
 
 
 def toy_device(**changes):
@@ -35,10 +36,35 @@ def preset_json():
     return parse_cluster("64xH100-80GB").to_json()
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+COUNTS_OF_EIGHTS = [
+    (1, 1),
+    (2, 1),
+    (6, 1),
+    (7, 1),
+    (8, 1),
+    (12, 2),
+    (14, 2),
+    (24, 3),
+    (64, 8),
+    (72, 9),
+    (4096, 512),
+]
+COUNTS_OF_RACKS = [(1, 1), (8, 1), (71, 1), (72, 1), (128, 2), (144, 2), (576, 8)]
+COUNTS_OF_FOURS = [(1, 1), (3, 1), (4, 1), (6, 2), (8, 2), (256, 64)]
+
+
 @pytest.mark.parametrize(
-    ("num_devices", "num_nodes"),
-    [(1, 1), (2, 1), (6, 1), (7, 1), (8, 1), (12, 2), (14, 2), (24, 3), (64, 8), (72, 9), (4096, 512)],
+    ("gpu", "num_devices", "num_nodes"),
+    [
+        (gpu, *counts)
+        for gpus, known in (
+            (OF_EIGHT, COUNTS_OF_EIGHTS),
+            (("GB200-NVL72", "GB300-NVL72"), COUNTS_OF_RACKS),
+            (("GH200",), COUNTS_OF_FOURS),
+        )
+        for gpu in gpus
+        for counts in known
+    ],
 )
 def test_presets_construct(gpu, num_devices, num_nodes):
     cluster = parse_cluster(f"{num_devices}x{gpu}")
@@ -65,6 +91,35 @@ def test_the_vendors_numbers():
     assert [cluster.intra.bytes_per_s for cluster in (h100, a100, v100)] == [450e9, 300e9, 150e9]
     assert [cluster.inter.bytes_per_s for cluster in (h100, a100, v100)] == [50e9, 25e9, 6.25e9]
     assert [c.device.memory_bytes >> 30 for c in (h100, a100, v100)] == [79, 79, 15]
+
+
+def test_the_vendors_numbers_of_grace_nodes():
+    """Of NVLink-C2C, both directions together: 900 GB/s for a GH200, and 900 GB/s for two GPUs of a GB200."""
+    gh200, gb200, gb300 = (parse_cluster(name) for name in ("4xGH200", "72xGB200-NVL72", "72xGB300-NVL72"))
+    assert [cluster.host_link.bytes_per_s for cluster in (gh200, gb200, gb300)] == [450e9, 225e9, 225e9]
+    assert [cluster.devices_per_node for cluster in (gh200, gb200, gb300)] == [4, 72, 72]
+    assert [cluster.intra.bytes_per_s for cluster in (gh200, gb200, gb300)] == [450e9, 900e9, 900e9]
+    assert [cluster.inter.bytes_per_s * 8 for cluster in (gh200, gb200, gb300)] == [200e9, 400e9, 800e9]
+    assert gb300.device.peak_flops_per_s("float8_e4m3fn") * 72 * 2 == 720e15
+    assert gb300.device.memory_bytes > 1.45 * gb200.device.memory_bytes
+    assert gb200.host_bytes_per_node == 17_000_000_000_000
+
+
+def test_the_vendors_numbers_of_pcie_cards():
+    l40s, a10g, ada, rtx, pcie, nvl = (
+        parse_cluster(f"8x{gpu}").device
+        for gpu in ("L40S", "A10G", "RTX-6000-Ada", "RTX-4090", "H100-PCIe", "H100-NVL")
+    )
+    cards = (l40s, a10g, ada, rtx, pcie, nvl)
+    assert [c.peak_flops_per_s("bfloat16") / 1e12 for c in cards] == [362.05, 70, 364.2, 165.2, 756, 835.5]
+    assert [c.memory_bytes_per_s / 1e9 for c in cards] == [864, 600, 960, 1008, 2039.04, 3900]
+    assert [round(c.memory_bytes / 2**30) for c in cards] == [45, 22, 47, 24, 79, 93]
+    assert parse_cluster("8xB300").device.peak_flops_per_s("bfloat16") * 8 * 2 == 36e15
+
+
+def test_a_presets_short_name():
+    assert parse_cluster("72xgb300") == parse_cluster("72xGB300-NVL72")
+    assert parse_cluster("8xGB200").name == "8xGB200-NVL72"
 
 
 def test_networks():
@@ -94,7 +149,7 @@ def test_a_partial_node_has_its_share_of_host_memory():
     [
         (
             "8xH100",
-            r"unknown preset 'H100' in '8xH100' \(did you mean 'H100-80GB' or 'H100-80GB-Ethernet'\?\)",
+            r"unknown preset 'H100' in '8xH100' \(did you mean 'H100-80GB' or .*'H100-PCIe' or 'H100-NVL'\?\)",
         ),
         ("8xH10-80GB", r"did you mean 'H100-80GB'\?"),
         ("8xTPU", r"unknown preset 'TPU'.*presets: V100-16GB,.*CPU"),
@@ -106,6 +161,7 @@ def test_a_partial_node_has_its_share_of_host_memory():
         ("99999999xCPU", r"wanted a cluster as '<count>x<GPU>'"),
         ("11xCPU", r"11 devices in '11xCPU' do not divide into equal nodes.*10, 12"),
         ("13xH200", r"12, 14"),
+        ("73xGB200", r"equal nodes; the nearest counts that do: 72, 74"),
         ("missing.json", r"cannot read the cluster file 'missing.json': No such file"),
         (8, r"wanted a cluster as .* got 8"),
         (None, r"wanted a cluster as .* got None"),

@@ -1,7 +1,9 @@
 """Where the compiler's process finds NVIDIA's plugin, and how it comes there."""
 
+import pwd
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,62 @@ def test_where_nothing_can_be_installed_the_error_has_the_command(world):
         *["python", "-m", "pip", "install", "--no-deps", "--target", str(plugin.own_folder())],
         *["jax-cuda13-plugin==0.12.1", "jax-cuda13-pjrt==0.12.1"],
     ]
+
+
+def unknown(uid):
+    raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+
+def test_a_user_without_a_home_has_a_folder_among_temporary_files(monkeypatch, tmp_path):
+    """As in a container whose user the system does not know."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    folder = plugin.own_folder()
+    assert folder.parent.parent == tmp_path
+    begun, partial = plugin._begun()
+    assert begun == folder
+    assert partial.is_dir()
+    assert folder.parent.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.devices
+def test_a_home_that_cannot_be_written_is_passed_over(world, monkeypatch, tmp_path):
+    world(BARE, FILLS)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    folder = plugin.provided()
+    assert (tmp_path / "tmp") in folder.parents
+    assert (folder / "wheels").exists()
+    assert plugin.is_there()
+
+
+def test_where_no_folder_can_be_written_the_error_says_which(world, monkeypatch, tmp_path):
+    world(BARE)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    assert not plugin.is_there()
+    with pytest.raises(
+        InputError, match=r"file/autoshard and .*cannot be written \(XDG_CACHE_HOME names another\)"
+    ):
+        plugin.provided()
+
+
+def test_a_folder_of_another_user_is_not_ours(world, monkeypatch, tmp_path):
+    world(BARE)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(plugin.os, "getuid", lambda: 12345)
+    theirs = plugin._places()[-1]
+    theirs.mkdir(parents=True)
+    assert theirs.parent.name == "autoshard-12345"
+    assert not plugin.is_there()
+    with pytest.raises(InputError, match="cannot be written"):
+        plugin.provided()
 
 
 def test_without_pip_and_uv_the_error_says_so(monkeypatch):
