@@ -22,6 +22,7 @@ from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.comparison import Amount, Comparison
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan, Sharding, Stage, StageEstimates
+from autoshard.search.plan.profile import OpTime, Profile
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
@@ -49,11 +50,13 @@ __all__ = [
     "MixedCluster",
     "Moved",
     "NotSplittableError",
+    "OpTime",
     "Outline",
     "Parallelized",
     "PipelineVerification",
     "Plan",
     "PlanError",
+    "Profile",
     "Program",
     "ProgramProof",
     "Sharding",

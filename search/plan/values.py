@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.bounds import NOT_EMPTY, Count, Mesh, Number, Size
 from autoshard.search.plan.outline import Outline
+from autoshard.search.plan.profile import Profile
 from autoshard.search.plan.work_shares import WorkShares
 
 REPLICA = "replica"
@@ -92,6 +93,7 @@ class Estimates:
       shares: for each of the plan's `shardings`, how its mesh axes share the work; empty if unknown.
       compiled_peak_bytes: device memory at its highest in the compiled program; of stages with programs of their own, that
         of the stage that needs the largest share of its cap. None if the plan was not compiled.
+      profile: of one program: a device over the time of a step; None if unknown.
     """
 
     step_s: Number
@@ -109,6 +111,7 @@ class Estimates:
     stages: tuple[StageEstimates, ...] = ()
     shares: tuple[WorkShares, ...] = ()
     compiled_peak_bytes: Count | None = None
+    profile: Profile | None = None
 
     @property
     def unhidden_s(self) -> float:
