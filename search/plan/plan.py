@@ -11,16 +11,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, overload
 
 from autoshard.cost_model.errors import PlanError
+from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.cost_model.whole_file import write_whole
 from autoshard.search.plan import edits, former_files
 from autoshard.search.plan.comparison import Comparison
 from autoshard.search.plan.executors import EXECUTORS, JIT
 from autoshard.search.plan.json_file import read_file, sealed
 from autoshard.search.plan.plan_file import SCHEMA, described, read, written
-from autoshard.search.plan.summary import summary
+from autoshard.search.plan.summary import in_one_line, summary
 from autoshard.search.plan.values import (
     Collective,
     Decisions,
@@ -132,9 +133,48 @@ class Plan(PlanValues):
         """
         return cls.from_json(read_file(path), str(path))
 
+    @overload
+    def report(self, path: None = None) -> str: ...
+
+    @overload
+    def report(self, path: str | os.PathLike[str]) -> None: ...
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """The plan as an HTML page for people: what limits the step, what fills the memory, what lies where. It is one file
+        of at most 300 KB that loads nothing.
+
+        Args:
+          path: the file to write; without it, the page is returned as text.
+
+        Raises:
+          InputError: the path cannot be written.
+
+        Example:
+          >>> plan.report("plan.html")  # doctest: +SKIP
+        """
+        from autoshard.report.page import page
+
+        if path is None:
+            return page(self)
+        return write_whole(Path(path), page(self), "the report")
+
     def compare(self, other: "Plan") -> Comparison["Plan"]:
         """The differences from another plan: time, memory, collectives, and arguments that are sharded differently."""
         return Comparison[Plan].of(self, other)
+
+    def __repr__(self) -> str:
+        """One line: the kind of plan, its step and cluster, and its predictions unless it was edited."""
+        said = f"{in_one_line(self)}; step {self.step!r} on {self.cluster.get('name', 'a cluster')}"
+        if self.is_edited:
+            return f"<Plan: {said}; edited by hand>"
+        taken = f"{format_seconds(self.estimates.step_s)}, {format_bytes(self.estimates.peak_bytes)}"
+        return f"<Plan: {said}; {taken}>"
+
+    def _repr_html_(self) -> str:
+        """The report, as notebooks show it."""
+        from autoshard.report.page import framed, page
+
+        return framed(page(self))
 
     def __str__(self) -> str:
         return summary(self)
