@@ -81,7 +81,7 @@ def argument_tree(plan: PlanValues) -> Html:
     more = f"{plural(left_out, 'smaller argument')} left out: the plan's file has all." if left_out else None
     note = element("p", more, class_="note") if more else None
     drawn = (_drawn(child, len(root.children) <= OPEN) for child in root.children)
-    return element("div", tools, head, element("div", *drawn, class_="tree", id="arguments"), note)
+    return element("div", tools, head, element("div", *drawn, class_="tree", id="argument-tree"), note)
 
 
 _ORDERS = {"place": "as in the step", "bytes": "by bytes", "name": "by name"}

@@ -36,7 +36,7 @@
   }
 
   // the tree of arguments: filtered and ordered
-  const tree = document.getElementById("arguments"), field = document.getElementById("filter");
+  const tree = document.getElementById("argument-tree"), field = document.getElementById("filter");
   if (tree && field) {
     const order = document.getElementById("order"), output = document.querySelector(".tools output");
     const leaves = [...tree.querySelectorAll(".leaf")], branches = [...tree.querySelectorAll("details")];

@@ -103,8 +103,9 @@ def _time(plan: PlanValues) -> Html:
     if profile is None:
         return section("The step in time", time_table(plan), note="The plan's file has no profile over time.")
     note = (
-        "One device, by the cost model's schedule of its kernels. Lanes compute or move data side by side; below, what "
-        "fills the memory at that time. A loop's body is drawn once, with the time of all its runs."
+        f"One device, by the cost model's schedule of its kernels, which takes {format_seconds(profile.seconds)}; the step time "
+        "above is the sum of its parts below. Lanes compute or move data side by side; under them, what fills the memory at "
+        "that time. A loop's body is drawn once, with the time of all its runs."
     )
     return section("The step in time", step_chart(plan, profile), time_table(plan), note=note)
 

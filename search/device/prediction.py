@@ -94,14 +94,14 @@ class Prediction:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The kernels in the order that takes more memory: of the least of it, or the compiler's."""
+        """The kernels in the compiler's order, or in that of least memory if it takes more after all."""
         return max(
-            (program_order(self._plain), self._overlapped),
+            (self._overlapped, program_order(self._plain)),
             key=lambda order: self._occupancy.peak(order).num_bytes,
         )
 
     def course(self) -> tuple[tuple[Moment, ...], dict[Resident, np.ndarray]]:
-        """The places of that order in time, each with its kernel; and the bytes held there by kind of resident."""
+        """The places of the order in time, each with its kernel; and the bytes held there by kind of resident."""
         order, kernels = self.order, self._plain.kernels
         times = zip(order, timetable(self._plain, order), strict=True)
         moments = tuple(Moment(kernels[k if k >= 0 else ~k], *when, k < 0) for k, when in times)

@@ -19,7 +19,7 @@ from autoshard.cost_model.whole_file import write_whole
 from autoshard.search.plan import edits, former_files
 from autoshard.search.plan.comparison import Comparison
 from autoshard.search.plan.executors import EXECUTORS, JIT
-from autoshard.search.plan.json_file import read_file, sealed
+from autoshard.search.plan.json_file import read_file, sealed, text_of
 from autoshard.search.plan.plan_file import SCHEMA, described, read, written
 from autoshard.search.plan.summary import in_one_line, summary
 from autoshard.search.plan.values import (
@@ -121,7 +121,7 @@ class Plan(PlanValues):
         Raises:
           InputError: the path cannot be written.
         """
-        write_whole(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", "the plan")
+        write_whole(Path(path), text_of(self.to_json()) + "\n", "the plan")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
