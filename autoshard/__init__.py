@@ -17,6 +17,7 @@ __all__ = [
     "AutoshardError",
     "AutoshardWarning",
     "AxisUse",
+    "Candidate",
     "Cluster",
     "ClusterError",
     "Collective",

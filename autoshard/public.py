@@ -21,7 +21,16 @@ from autoshard.parallelized import Parallelized
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.comparison import Amount, Comparison
 from autoshard.search.plan.outline import Outline
-from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan, Sharding, Stage, StageEstimates
+from autoshard.search.plan.plan import (
+    Candidate,
+    Collective,
+    Decisions,
+    Estimates,
+    Plan,
+    Sharding,
+    Stage,
+    StageEstimates,
+)
 from autoshard.search.plan.profile import OpTime, Profile
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 from autoshard.user_warning import AutoshardWarning
@@ -33,6 +42,7 @@ __all__ = [
     "AutoshardError",
     "AutoshardWarning",
     "AxisUse",
+    "Candidate",
     "Cluster",
     "ClusterError",
     "Collective",

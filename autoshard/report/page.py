@@ -18,10 +18,13 @@ from autoshard.search.pipeline.timeline import simulated
 from autoshard.search.plan.edits import is_edited
 from autoshard.search.plan.summary import certificate, certified_gap, in_one_line
 from autoshard.search.plan.text_table import plural
-from autoshard.search.plan.values import Collective, PlanValues
+from autoshard.search.plan.values import Candidate, Collective, PlanValues
 
 FRAME = "width:100%;height:640px;border:0"
 """Style of the frame in which a notebook shows a page: its styles stay inside."""
+
+SAME = 1e-6
+"""Relative difference of times that are one, as the solver adds them up in another order."""
 
 EDITED = (
     "This plan was edited by hand, or made by an earlier version: its estimates are those of other decisions, and are left "
@@ -103,9 +106,9 @@ def _time(plan: PlanValues) -> Html:
     if profile is None:
         return section("The step in time", time_table(plan), note="The plan's file has no profile over time.")
     note = (
-        f"One device, by the cost model's schedule of its kernels, which takes {format_seconds(profile.seconds)}; the step time "
-        "above is the sum of its parts below. Lanes compute or move data side by side; under them, what fills the memory at "
-        "that time. A loop's body is drawn once, with the time of all its runs."
+        f"One device, by the cost model's schedule of its kernels, which takes {format_seconds(profile.seconds)}; the step "
+        "time above is the sum of its parts below. Lanes compute or move data side by side; under them, what fills the "
+        "memory at that time. A loop's body is drawn once, with the time of all its runs."
     )
     return section("The step in time", step_chart(plan, profile), time_table(plan), note=note)
 
@@ -179,15 +182,41 @@ def _certificate(plan: PlanValues) -> Html | None:
     lines = certificate(plan)
     if not lines:
         return None
-    meshes = ", ".join(map(format_mesh, plan.meshes))
-    items = (element("li", line.strip()) for line in lines[1:])
-    gap = f"{certified_gap(plan)}. It is certified among plans that"
-    return section(
-        "The certificate",
-        element("p", gap[:1].upper() + gap[1:]),
-        element("ul", *items),
-        note=f"Searched meshes: {meshes}.",
-    )
+    gap = certified_gap(plan)
+    among = element("p", f"{gap[:1].upper()}{gap[1:]}. It is certified among plans that")
+    items = element("ul", *(element("li", line.strip()) for line in lines[1:]))
+    return section("The certificate", among, items, _candidates(plan) if plan.candidates else None)
+
+
+def _candidates(plan: PlanValues) -> Html:
+    """What was tried, by its bound; the plan's own candidate is marked."""
+    longest_s = max([plan.estimates.step_s, *(one.bound_s for one in plan.candidates)])
+    rows = [
+        (
+            format_mesh(one.mesh),
+            str(one.microbatches),
+            str(one.recomputed or "-"),
+            str(one.waiting + one.hosted or "-"),
+            format_seconds(one.bound_s) if one.bound_s else "-",
+            format_seconds(one.step_s) if one.step_s is not None else "-",
+            _verdict(plan, one),
+            bar(one.bound_s / longest_s),
+        )
+        for one in plan.candidates
+    ]
+    head = ("mesh", "microbatches", "ops recomputed", "on the host", "at least", "found", "", "")
+    title = "Candidates that were tried. A candidate that takes at least as long as the plan cannot be better"
+    return table(title, head, rows, right=(1, 2, 3, 4, 5))
+
+
+def _verdict(plan: PlanValues, one: Candidate) -> str:
+    """Why a candidate is not the plan, or that it is."""
+    step_s = plan.estimates.step_s
+    if one.step_s is not None and one.step_s <= step_s * (1 + SAME):
+        return "the plan"
+    if one.is_ruled_out:
+        return "does not fit, or is slower"
+    return "slower" if one.bound_s >= step_s or one.step_s is not None else "not settled"
 
 
 def _sources(plan: PlanValues, cluster: AnyCluster) -> Html:

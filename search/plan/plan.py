@@ -23,6 +23,7 @@ from autoshard.search.plan.json_file import read_file, sealed, text_of
 from autoshard.search.plan.plan_file import SCHEMA, described, read, written
 from autoshard.search.plan.summary import in_one_line, summary
 from autoshard.search.plan.values import (
+    Candidate,
     Collective,
     Decisions,
     Estimates,
@@ -32,9 +33,11 @@ from autoshard.search.plan.values import (
     StageEstimates,
 )
 
-__all__ = ["Collective", "Decisions", "Estimates", "Plan", "Sharding", "Stage", "StageEstimates"]
+__all__ = ["Candidate", "Collective", "Decisions", "Estimates", "Plan", "Sharding", "Stage", "StageEstimates"]
 
-NO_DECISIONS = frozenset({"step", "jax", "options", "meshes", "estimates", "gap", "marks", "outline", "seal"})
+NO_DECISIONS = frozenset(
+    {"step", "jax", "options", "meshes", "estimates", "gap", "candidates", "marks", "outline", "seal"}
+)
 """Keys of a plan's file that two equal plans may have different values of."""
 
 
@@ -70,6 +73,7 @@ class Plan(PlanValues):
         it. The certificate covers plans on `meshes` and within the options, with the same microbatches, recomputation and
         offloading, that hold at most `memory_bytes` in program order. (The kernels' memory is simulated for the plan found
         only.) None if decisions were edited since, and of pipelines.
+      candidates: those that were tried, with their bounds and times, on which the gap rests; of one program.
       marks: digests of the decisions that the estimates are for (`search.plan.edits`); empty if unknown.
       outline: the traced step's types and ops, to say how another step differs; None in a file without it.
       search_s: seconds of the search, in all and by part; not saved.

@@ -184,6 +184,31 @@ class Stage:
     sharding: Count = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Plans that were searched together: on one mesh, for the step with the same done to it before.
+
+    Attributes:
+      mesh: sizes of the mesh's axes.
+      microbatches: number of parts in which the step goes through its batch.
+      recomputed: number of ops that are recomputed, of the step that was searched.
+      waiting: number of ops whose results wait on the host for the backward phase.
+      hosted: number of arguments that rest on the host.
+      bound_s: lower bound on the seconds per step of all of its plans.
+      step_s: seconds per step of the best plan found; None if none was found that fits and is faster than those before.
+      is_ruled_out: whether none of its plans fits, or is faster than the best one then.
+    """
+
+    mesh: tuple[Size, ...]
+    microbatches: Size = 1
+    recomputed: Count = 0
+    waiting: Count = 0
+    hosted: Count = 0
+    bound_s: Number = 0.0
+    step_s: Number | None = None
+    is_ruled_out: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlanValues:
     """The contents of a plan: `search.plan.plan.Plan` describes them."""
@@ -205,6 +230,7 @@ class PlanValues:
     shardings: Annotated[tuple[Sharding, ...], NOT_EMPTY]
     estimates: Estimates
     gap: Number | None = None
+    candidates: tuple[Candidate, ...] = ()
     marks: str = ""
     outline: Outline | None = None
     search_s: Mapping[str, float] = field(default_factory=dict[str, float])
