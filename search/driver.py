@@ -229,8 +229,9 @@ def _found(
     search = StepSearch(Trials(searched, marks, cluster, options, progress, options.new_clock(), watch))
     best = search.run()
     found = _finished(step, best, cluster, options, search.shapes, watch, short)
-    found = replace(found, plan=replace(found.plan, candidates=search.trials.tried.candidates(best)))
-    return found.bounded(min(search.bounds_s.values()))
+    bounds_s = search.bounds_s
+    tried = search.trials.tried.candidates(best, bounds_s)
+    return replace(found, plan=replace(found.plan, candidates=tried)).bounded(min(bounds_s.values()))
 
 
 def _on_all_layers(

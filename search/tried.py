@@ -4,6 +4,7 @@ The certificate of a plan rests on them: a candidate whose bound is above the pl
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autoshard.search.found import Found
@@ -42,9 +43,15 @@ class Tried:
         fresh = Candidate(shape, parts, len(step.sites), len(step.waiting), len(step.hosted))
         return key, self._by_key.get(key, fresh)
 
-    def candidates(self, best: Found) -> tuple[Candidate, ...]:
-        """Those with the least bound, the least first; those that are ruled out at the end. Strategies that are faster than
-        the best plan turned out not to fit: they are no plan."""
+    def candidates(self, best: Found, bounds_s: Mapping[tuple[int, ...], float]) -> tuple[Candidate, ...]:
+        """Those with the least bound, the least first; those that are ruled out at the end.
+
+        Args:
+          best: the best plan. Strategies that are faster turned out not to fit: they are no plan.
+          bounds_s: by mesh, what is certified of the plans with the same done to the step.
+        """
+        for shape, bound_s in bounds_s.items():
+            self.proves(best.step_problem, shape, bound_s)
         ordered = sorted(self._by_key.values(), key=lambda c: (c.is_ruled_out, c.bound_s))
         return tuple(_without_unfit(one, best.cost_s) for one in ordered[:MAX_CANDIDATES])
 
