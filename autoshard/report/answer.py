@@ -16,6 +16,10 @@ FULL = 0.9
 """Of the cap: a plan that holds less has room for a tenth more as it is."""
 
 
+SMALL = 0.2
+"""Of the step: visible communication up to this share does not limit it."""
+
+
 def answer(plan: PlanValues, cluster: AnyCluster, gap: str) -> Html:
     """Numbers and sentences.
 
@@ -103,18 +107,17 @@ def _limit_of_program(plan: PlanValues) -> str:
     if moving_s == 0:
         return f"Computation alone: {computing}. The plan communicates nothing."
     hidden = (
-        f"{format_seconds(moving_s)} of communication, {format_seconds(estimates.hidden_s)} run behind it"
+        f"Of {format_seconds(moving_s)} of communication, {format_seconds(estimates.hidden_s)} run behind it"
     )
-    if visible_s <= estimates.compute_s:
-        return (
-            f"Computation: {computing}. Of {hidden}; {format_seconds(visible_s)} are visible.{_again(plan)}"
-        )
+    if visible_s <= SMALL * estimates.step_s:
+        return f"Computation: {computing}. {hidden}; {format_seconds(visible_s)} are visible.{_again(plan)}"
     most = max(estimates.collectives, key=lambda one: one.seconds, default=None)
     by = f" Most of it is {words(most)}, {format_seconds(most.seconds)}." if most else ""
-    return (
-        f"Communication: {format_seconds(visible_s)} of {format_seconds(estimates.step_s)} wait for it, computation takes "
-        f"{format_seconds(estimates.compute_s)}.{by}{_again(plan)}"
-    )
+    waits = f"{format_seconds(visible_s)} of {format_seconds(estimates.step_s)} are visible communication"
+    computes = f"computation takes {format_seconds(estimates.compute_s)}"
+    if visible_s <= estimates.compute_s:
+        return f"Computation and communication: {computes}, {waits}.{by}{_again(plan)}"
+    return f"Communication: {waits}; {computes}.{by}{_again(plan)}"
 
 
 def _again(plan: PlanValues) -> str:
@@ -157,12 +160,9 @@ def more_memory(plan: PlanValues) -> str:
             f"The plan fills {filled} of its cap and spends no time to save memory: it recomputes nothing, keeps nothing "
             f"on the host, and takes the batch at once. 10% more ({tenth}) can win by other specs or another mesh alone."
         )
-    most = (
-        f" At most {format_seconds(won_s)} of a step can be won back, however much there is." if won_s else ""
-    )
-    return (
-        f"To fit its cap, the plan {_listed(savings)}; it fills {filled}. 10% more is {tenth} a device.{most}"
-    )
+    most = f" What that takes of the step is {format_seconds(won_s)}; on this mesh, no more can be won back."
+    spent = f"To fit its cap, the plan {_listed(savings)}; it fills {filled}."
+    return f"{spent} 10% more is {tenth} a device.{most * bool(won_s)}"
 
 
 def _savings(plan: PlanValues) -> tuple[list[str], float]:
