@@ -91,7 +91,9 @@ def _limit_of_pipeline(plan: PlanValues) -> str:
         if estimates.between_s
         else ""
     )
-    return f"{waits} {stage}{others or ', as on all others.'}{between}"
+    slow = f"{stage}{others or ', as on all others.'}"
+    first, then = (waits, slow) if estimates.bubble >= SMALL else (slow, waits)
+    return f"{first} {then}{between}"
 
 
 def _microbatch_s(plan: PlanValues, stage: int) -> float:

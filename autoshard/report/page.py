@@ -215,7 +215,7 @@ def _verdict(plan: PlanValues, one: Candidate) -> str:
     if one.step_s is not None and one.step_s <= step_s * (1 + SAME):
         return "the plan"
     if one.is_ruled_out:
-        return "does not fit, or is slower"
+        return "no faster one fits"
     return "slower" if one.bound_s >= step_s or one.step_s is not None else "not settled"
 
 

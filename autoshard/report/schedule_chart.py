@@ -17,6 +17,9 @@ from autoshard.search.plan.values import PlanValues
 MAX_BLOCKS = 600
 """Blocks with a text of their own on a page: each takes a hundred bytes."""
 
+LEAST_NUMBERED = 0.014
+"""Share of the step that a task takes at least to have its number in it: two digits fit then."""
+
 MAX_LANES = 64
 """Workers that are drawn."""
 
@@ -27,7 +30,10 @@ def schedule_chart(plan: PlanValues, simulation: Simulation) -> Html:
     workers = simulation.workers[:MAX_LANES]
     lanes = (_lane(n, runs, simulation, num_tasks > MAX_BLOCKS) for n, runs in enumerate(workers))
     kinds = dict.fromkeys(run.task.kind for runs in simulation.workers for run in runs)
-    keys = (element("li", f"{kind.letter}: {kind.value}", class_=f"task-{kind.letter}") for kind in kinds)
+    keys = (
+        element("li", f"{kind.letter}: {kind.value.replace('_', ' ')}", class_=f"task-{kind.letter}")
+        for kind in kinds
+    )
     left = len(simulation.workers) - len(workers)
     more = element("p", f"and {plural(left, 'worker')} more", class_="note") if left else None
     return element(
@@ -69,7 +75,8 @@ def _merged(runs: tuple[Run, ...]) -> list[tuple[str, str, tuple[Run, ...]]]:
 def _block(letter: str, said: str, runs: tuple[Run, ...], simulation: Simulation) -> Html:
     whole_s, start_s, end_s = simulation.makespan_s, runs[0].start_s, runs[-1].end_s
     place = f"left:{100 * start_s / whole_s:.2f}%;width:{100 * (end_s - start_s) / whole_s:.2f}%"
-    return element("i", said, class_=letter, style=place)
+    is_wide = end_s - start_s >= LEAST_NUMBERED * whole_s
+    return element("i", said if is_wide else None, class_=letter, style=place)
 
 
 def _table(plan: PlanValues, simulation: Simulation) -> Html:
