@@ -14,10 +14,11 @@
     const count = Number(slider.max) + 1;
     const track = () => (figure.querySelector(".lane svg") || figure).getBoundingClientRect();
     const show = () => {
-      const at = Number(slider.value), here = figure.getBoundingClientRect(), box = track();
+      const at = Number(slider.value), here = figure.getBoundingClientRect();
       drawings.forEach((drawing, n) => {
         const own = drawing.getBoundingClientRect();
-        Object.assign(lines[n].style, { left: `${box.left - here.left + (at + 0.5) / count * box.width}px`, top: `${own.top - here.top}px`, height: `${own.height}px` });
+        lines[n].style.setProperty("--at", (at + 0.5) / count);
+        Object.assign(lines[n].style, { top: `${own.top - here.top}px`, height: `${own.height}px` });
       });
       const busy = Object.entries(data.busy).filter(([, s]) => s[at] >= 0.05).map(([name, s]) => `${name} ${Math.round(100 * s[at])}%`);
       const held = Object.entries(data.held).map(([name, h]) => [name, h[at]]).filter(([, b]) => b > 0).sort((a, b) => b[1] - a[1]);
