@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.units import format_flops, format_rate, format_seconds
-from autoshard.report.answer import percent
 from autoshard.report.markup import Html, bar, element, joined, table
+from autoshard.report.sentences import percent
 from autoshard.search.plan.argument_lines import ranges
 from autoshard.search.plan.profile import OpTime
 
 TERA = 1e12
 """FLOP/s in a TFLOP/s."""
 
-NEAR = 2.5
+NEAR = 5.0
 """Dots that lie nearer to each other than this, in percent of the chart, are drawn as one."""
 
 
@@ -133,4 +133,4 @@ def _of_peak(op: OpTime) -> tuple[str, str]:
     if not op.flops or not op.seconds:
         return "-", ""
     share = op.flops / op.seconds / op.peak_flops_per_s
-    return percent(share, 1), bar(share)
+    return percent(share), bar(share)

@@ -7,8 +7,8 @@ become one block, and short ones are left to the table.
 from itertools import groupby
 
 from autoshard.cost_model.units import format_bytes, format_seconds
-from autoshard.report.answer import percent
 from autoshard.report.markup import Html, behind, element, table
+from autoshard.report.sentences import percent
 from autoshard.report.step_chart import ticks
 from autoshard.search.pipeline.simulator import Run, Simulation
 from autoshard.search.plan.text_table import plural

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from autoshard.cost_model.units import format_bytes, format_seconds
-from autoshard.report.answer import percent
 from autoshard.report.markup import Html, bar, behind, element, joined, table
+from autoshard.report.sentences import percent
 from autoshard.search.plan.profile import Profile
 from autoshard.search.plan.summary import time_parts
 from autoshard.search.plan.values import PlanValues
