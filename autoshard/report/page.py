@@ -14,6 +14,7 @@ from autoshard.report.markup import Html, bar, behind, element, joined, section,
 from autoshard.report.roofline import roofline
 from autoshard.report.schedule_chart import schedule_chart
 from autoshard.report.step_chart import residents_table, step_chart, time_table
+from autoshard.search.pipeline.simulator import Simulation
 from autoshard.search.pipeline.timeline import simulated
 from autoshard.search.plan.edits import is_edited
 from autoshard.search.plan.summary import certificate, certified_gap, in_one_line
@@ -22,6 +23,12 @@ from autoshard.search.plan.values import Candidate, Collective, PlanValues
 
 FRAME = "width:100%;height:640px;border:0"
 """Style of the frame in which a notebook shows a page: its styles stay inside."""
+
+MAX_COLLECTIVES = 60
+"""Lines of collectives: of a pipeline, each stage has its own."""
+
+MAX_OPTIONS = 1000
+"""Letters of the options: there may be a pin for each argument."""
 
 SAME = 1e-6
 """Relative difference of times that are one, as the solver adds them up in another order."""
@@ -102,7 +109,9 @@ def _where(plan: PlanValues, cluster: AnyCluster, is_priced: bool) -> Html:
 def _time(plan: PlanValues) -> Html:
     profile = plan.estimates.profile
     if plan.is_pipeline:
-        return section("The step in time", schedule_chart(plan, simulated(plan)), note=_schedule_note(plan))
+        simulation = simulated(plan)
+        note = _schedule_note(plan, simulation)
+        return section("The step in time", schedule_chart(plan, simulation), note=note)
     if profile is None:
         return section("The step in time", time_table(plan), note="The plan's file has no profile over time.")
     note = (
@@ -113,12 +122,15 @@ def _time(plan: PlanValues) -> Html:
     return section("The step in time", step_chart(plan, profile), time_table(plan), note=note)
 
 
-def _schedule_note(plan: PlanValues) -> str:
-    rest_s = plan.estimates.step_s - simulated(plan).makespan_s
+def _schedule_note(plan: PlanValues, simulation: Simulation) -> str:
+    rest_s = plan.estimates.step_s - simulation.makespan_s
+    has_rest = rest_s > SAME * plan.estimates.step_s
     rest = (
-        f" The update and ops outside of the layers take {format_seconds(rest_s)} more." if rest_s > 0 else ""
+        f" The update and ops outside of the layers take {format_seconds(rest_s)} more." if has_rest else ""
     )
-    return f"A lane is a worker, a block a task on the microbatch whose number it has. Gaps are the bubble.{rest}"
+    return (
+        f"A lane is a worker, a block a task, with the number of its microbatch. Gaps are the bubble.{rest}"
+    )
 
 
 def _memory(plan: PlanValues) -> Html | None:
@@ -158,12 +170,14 @@ def _collectives(plan: PlanValues) -> Html:
     if not found:
         return section("Collectives", note="The plan has none.")
     ordered = sorted(found, key=lambda pair: -pair[1].seconds)
+    left = len(ordered[MAX_COLLECTIVES:])
+    more = element("p", f"and {left} more, each shorter", class_="note") if left else None
     longest = ordered[0][1].seconds or 1.0
-    rows = [_collective(where, one, longest, bool(per_stage)) for where, one in ordered]
+    rows = [_collective(where, one, longest, bool(per_stage)) for where, one in ordered[:MAX_COLLECTIVES]]
     head = (*["stage"] * bool(per_stage), "kind", "over", "count", "bytes", "time", "")
     shift = len(head) - 6
     title = "Collectives per step by kind and axes; bytes are those of a device"
-    return section("Collectives", table(title, head, rows, right=(2 + shift, 3 + shift, 4 + shift)))
+    return section("Collectives", table(title, head, rows, right=(2 + shift, 3 + shift, 4 + shift)), more)
 
 
 def _collective(where: str, one: Collective, longest_s: float, has_stages: bool) -> tuple[str, ...]:

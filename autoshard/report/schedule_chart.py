@@ -1,15 +1,13 @@
 """A pipeline's workers over the time of a step: a lane for each worker, a block for each task.
 
-A schedule of a thousand microbatches has more tasks than a page can hold. Then tasks of one kind that follow one another
-become one block, and short ones are left to the table.
+A schedule of a thousand microbatches has more tasks than a page can hold, or an eye can tell apart. Then a lane has slices
+of equal time, each as dark as its worker is busy.
 """
-
-from itertools import groupby
 
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.report.markup import Html, behind, element, table
 from autoshard.report.sentences import percent
-from autoshard.report.step_chart import ticks
+from autoshard.report.step_chart import lane, ticks
 from autoshard.search.pipeline.simulator import Run, Simulation
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import PlanValues
@@ -20,15 +18,19 @@ MAX_BLOCKS = 600
 LEAST_NUMBERED = 0.014
 """Share of the step that a task takes at least to have its number in it: two digits fit then."""
 
-MAX_LANES = 64
-"""Workers that are drawn."""
+MAX_LANES = 32
+"""Workers that are drawn; the table has all."""
+
+NUM_SLICES = 60
+"""Slices of a lane without tasks."""
 
 
 def schedule_chart(plan: PlanValues, simulation: Simulation) -> Html:
     """Lanes of a schedule in time, a key, and a table of the workers."""
-    num_tasks = sum(map(len, simulation.workers))
+    has_tasks = sum(map(len, simulation.workers)) <= MAX_BLOCKS
     workers = simulation.workers[:MAX_LANES]
-    lanes = (_lane(n, runs, simulation, num_tasks > MAX_BLOCKS) for n, runs in enumerate(workers))
+    draw = _tasks if has_tasks else _slices
+    lanes = (draw(n, runs, simulation) for n, runs in enumerate(workers))
     kinds = dict.fromkeys(run.task.kind for runs in simulation.workers for run in runs)
     keys = (
         element("li", f"{kind.letter}: {kind.value.replace('_', ' ')}", class_=f"task-{kind.letter}")
@@ -41,42 +43,37 @@ def schedule_chart(plan: PlanValues, simulation: Simulation) -> Html:
         element("div", *lanes, class_="lanes"),
         more,
         ticks(simulation.makespan_s),
-        element("ul", *keys, class_="keys", aria_label="kinds of tasks; a number is a microbatch"),
+        element("ul", *keys, class_="keys", aria_label="kinds of tasks") if has_tasks else None,
         behind("Table of the workers", _table(plan, simulation)),
         class_="schedule",
     )
 
 
-def _lane(number: int, runs: tuple[Run, ...], simulation: Simulation, is_merged: bool) -> Html:
+def _tasks(number: int, runs: tuple[Run, ...], simulation: Simulation) -> Html:
+    """A lane with a block for each task."""
+    name, busy = f"worker {number}", percent(simulation.busy_s[number], simulation.makespan_s)
+    blocks = (_block(run, simulation.makespan_s) for run in runs)
     stages = ", ".join(map(str, simulation.schedule.stages_of(number)))
-    blocks = (
-        _merged(runs)
-        if is_merged
-        else [(run.task.kind.letter, str(run.task.microbatch), (run,)) for run in runs]
-    )
-    spans = (_block(letter, said, group, simulation) for letter, said, group in blocks)
-    busy = percent(simulation.busy_s[number], simulation.makespan_s)
-    label = f"worker {number}, stage {stages}: busy for {busy} of the step"
-    return element(
-        "div",
-        element("span", f"worker {number}"),
-        element("div", *spans, class_="track", role="img", aria_label=label),
-        element("span", busy, class_="number"),
-        class_="lane",
-    )
+    label = f"{name}, stage {stages}: busy for {busy} of the step"
+    track = element("div", *blocks, class_="track", role="img", aria_label=label)
+    return element("div", element("span", name), track, element("span", busy, class_="number"), class_="lane")
 
 
-def _merged(runs: tuple[Run, ...]) -> list[tuple[str, str, tuple[Run, ...]]]:
-    """Tasks of one kind that follow one another."""
-    groups = (tuple(group) for _, group in groupby(runs, lambda run: run.task.kind))
-    return [(group[0].task.kind.letter, "", group) for group in groups]
+def _block(run: Run, whole_s: float) -> Html:
+    share = (run.end_s - run.start_s) / whole_s
+    place = f"left:{100 * run.start_s / whole_s:.2f}%;width:{100 * share:.2f}%"
+    said = str(run.task.microbatch) if share >= LEAST_NUMBERED else None
+    return element("i", said, class_=run.task.kind.letter, style=place)
 
 
-def _block(letter: str, said: str, runs: tuple[Run, ...], simulation: Simulation) -> Html:
-    whole_s, start_s, end_s = simulation.makespan_s, runs[0].start_s, runs[-1].end_s
-    place = f"left:{100 * start_s / whole_s:.2f}%;width:{100 * (end_s - start_s) / whole_s:.2f}%"
-    is_wide = end_s - start_s >= LEAST_NUMBERED * whole_s
-    return element("i", said if is_wide else None, class_=letter, style=place)
+def _slices(number: int, runs: tuple[Run, ...], simulation: Simulation) -> Html:
+    """A lane with slices of equal time."""
+    whole_s, shares = simulation.makespan_s, [0.0] * NUM_SLICES
+    for run in runs:
+        start, end = (NUM_SLICES * at_s / whole_s for at_s in (run.start_s, run.end_s))
+        for n in range(int(start), min(int(end) + 1, NUM_SLICES)):
+            shares[n] += min(end, n + 1) - max(start, n)
+    return lane(f"worker {number}", shares, "computes", percent(simulation.busy_s[number], whole_s))
 
 
 def _table(plan: PlanValues, simulation: Simulation) -> Html:

@@ -40,7 +40,15 @@ def step_chart(plan: PlanValues, profile: Profile) -> Html:
     slider = element("input", type="range", min=0, max=last, value=_peak_slice(profile), id="moment")
     output = element("output", "", for_="moment", aria_live="polite")
     ask = element("div", element("label", "Moment of the step", for_="moment"), slider, output, class_="ask")
-    lanes = (_lane(name, shares, profile.seconds) for name, shares in _lanes(profile))
+    lanes = (
+        lane(
+            name,
+            shares,
+            "computes" if name in LANES else "moves",
+            format_seconds(_busy_s(shares, profile.seconds)),
+        )
+        for name, shares in _lanes(profile)
+    )
     return element(
         "figure",
         element("div", *lanes, class_="lanes"),
@@ -64,17 +72,22 @@ def _busy_s(shares: Sequence[float], seconds: float) -> float:
     return sum(shares) * seconds / len(shares)
 
 
-def _lane(name: str, shares: Sequence[float], seconds: float) -> Html:
-    kind = "computes" if name in LANES else "moves"
+def lane(name: str, shares: Sequence[float], kind: str, took: str) -> Html:
+    """A lane of slices, each as dark as it is busy.
+
+    Args:
+      name: of the stream.
+      shares: of each slice, between 0 and 1.
+      kind: `computes` or `moves`.
+      took: how long it is busy, in words.
+    """
     rects = joined(
         element("rect", x=start, width=end - start, y=0, height=1, opacity=f"{share:g}")
         for start, end, share in _runs([round(share, 1) if share >= 0.05 else 0 for share in shares])
     )
-    took = format_seconds(_busy_s(shares, seconds))
-    drawing = _svg(f"0 0 {len(shares)} 1", f"{name}: busy for {took} of {format_seconds(seconds)}", rects)
-    return element(
-        "div", element("span", name), drawing, element("span", took, class_="number"), class_=f"lane {kind}"
-    )
+    drawing = _svg(f"0 0 {len(shares)} 1", f"{name}: busy for {took}", rects)
+    said = element("span", took, class_="number")
+    return element("div", element("span", name), drawing, said, class_=f"lane {kind}")
 
 
 def _runs(values: Sequence[float]) -> list[tuple[int, int, float]]:

@@ -109,11 +109,12 @@ def pipeline(microbatches=8, stages=4) -> Plan:
     return _marked(
         replace(
             one_program(),
+            cluster=parse_cluster(f"{max(8, stages)}xH100-80GB").to_json(),
             executor="mpmd",
             schedule="1f1b",
             workers=stages,
             microbatches=microbatches,
-            stages=tuple(Stage(n, 8 // stages) for n in range(stages)),
+            stages=tuple(Stage(n, max(1, 8 // stages)) for n in range(stages)),
             shardings=(Sharding({"data": 1}, {"w": "P('data')"}, {}, {}),),
             estimates=Estimates(step_s=step_s, peak_bytes=2 << 30, bubble=0.25, stages=(taken,) * stages),
             gap=None,

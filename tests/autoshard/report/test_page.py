@@ -216,7 +216,7 @@ def test_a_page_of_a_large_plan_is_small():
     ops = tuple(
         OpTime(f"forward {'scope/' * 20}dot_general #{n}", 1, 1e-3, 1e12, 1e9, 989e12) for n in range(16)
     )
-    for plan in (one_program(arguments, profile=profile(ops)), pipeline(microbatches=512)):
+    for plan in (one_program(arguments, profile=profile(ops)), pipeline(microbatches=512), pipeline(32, 64)):
         assert len(plan.report().encode()) < MAX_BYTES
     assert "smaller arguments left out" in one_program(arguments).report()
 
