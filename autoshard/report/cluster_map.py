@@ -4,6 +4,7 @@ A cell is a device, in the cluster's order. Cells of one shade have one place on
 of a pipeline, one half of a mesh of two. Nodes that are alike are drawn once.
 """
 
+from collections.abc import Mapping
 from itertools import accumulate, product
 
 from autoshard.cost_model.cluster import Cluster
@@ -77,7 +78,7 @@ def _axes(plan: PlanValues, cluster: AnyCluster) -> Html:
     return table(title, ("axis", "devices", "shares the work as", "link", "bandwidth"), rows, right=(1, 4))
 
 
-def _link(group: Cluster, mesh: dict[str, int], axis: int) -> tuple[str, str]:
+def _link(group: Cluster, mesh: Mapping[str, int], axis: int) -> tuple[str, str]:
     model = MeshModel(group, tuple(mesh.values()))
     if tuple(mesh.values())[axis] == 1:
         return "-", "-"

@@ -6,7 +6,6 @@ moves a line over both, and says in words what is there; it is all that the poin
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.report.markup import Html, bar, behind, element, joined, table
@@ -164,13 +163,12 @@ def _layers(
     stack: Sequence[tuple[str, Sequence[int]]],
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Each kind's lower and upper edge."""
-    zero = (0,) * len(stack[0][1])
-    edges = [
-        *accumulate(
-            (held for _, held in stack), lambda a, b: [*map(sum, zip(a, b, strict=True))], initial=zero
-        )
-    ]
-    return [(name, tuple(edges[n]), tuple(edges[n + 1])) for n, (name, _) in enumerate(stack)]
+    found, below = list[tuple[str, tuple[int, ...], tuple[int, ...]]](), (0,) * len(stack[0][1])
+    for name, held in stack:
+        above = tuple(a + b for a, b in zip(below, held, strict=True))
+        found.append((name, below, above))
+        below = above
+    return found
 
 
 def _area(below: Sequence[int], above: Sequence[int], top: float) -> str:
