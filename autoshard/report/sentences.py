@@ -70,11 +70,10 @@ def _hidden(plan: PlanValues, visible_s: float) -> str:
 
 
 def _most(plan: PlanValues) -> str:
-    """The collectives that take most."""
-    most = max(plan.estimates.collectives, key=lambda one: one.seconds, default=None)
-    if most is None:
-        return ""
-    return f" Most of it is {most.kind} over {', '.join(most.axes)}, {format_seconds(most.seconds)}."
+    """The collectives, or the copies, that take most."""
+    moving = [(one.seconds, f"{one.kind} over {', '.join(one.axes)}") for one in plan.estimates.collectives]
+    seconds, words = max([*moving, (plan.estimates.transfer_s, "copies to and from the host")])
+    return f" Most of it is {words}, {format_seconds(seconds)}."
 
 
 def _again(plan: PlanValues) -> str:
@@ -126,7 +125,7 @@ def more_memory(plan: PlanValues) -> str:
             f"and takes the batch at once. {tenth}, which can win by other specs or another mesh alone."
         )
     won = f" What that takes of the step is {format_seconds(spent_s)}; on this mesh, no more can be won back."
-    return f"To fit its cap, the plan {_listed(savings)}; it fills {filled}. {tenth}.{won * bool(spent_s)}"
+    return f"The plan fills {filled}. To save memory it {_listed(savings)}. {tenth}.{won * bool(spent_s)}"
 
 
 def _savings(plan: PlanValues) -> list[str]:
