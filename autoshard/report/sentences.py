@@ -113,11 +113,10 @@ def more_memory(plan: PlanValues) -> str:
     estimates, cap_bytes = plan.estimates, plan.memory_bytes
     peak_bytes = estimates.compiled_peak_bytes or estimates.peak_bytes
     spent_s = estimates.recompute_s + estimates.transfer_s
-    filled, tenth = (
-        f"{percent(peak_bytes, cap_bytes)} of its cap",
-        f"10% more is {format_bytes(0.1 * cap_bytes)} a device",
-    )
-    if peak_bytes < FULL * cap_bytes and not spent_s:
+    filled = f"{percent(peak_bytes, cap_bytes)} of its cap"
+    tenth = f"10% more is {format_bytes(0.1 * cap_bytes)} a device"
+    is_whole = plan.microbatches == 1 or plan.is_pipeline
+    if peak_bytes < FULL * cap_bytes and is_whole and not spent_s:
         return f"Not needed: the plan fills {filled}, and spends no time to save memory."
     if not (savings := _savings(plan)):
         return (
