@@ -33,24 +33,30 @@ def cluster_map(plan: PlanValues, cluster: AnyCluster, is_priced: bool) -> Html:
 
 
 def _nodes(plan: PlanValues, cluster: AnyCluster) -> Html:
-    places = _places(plan)
-    sizes = [group.devices_per_node for group in cluster.groups for _ in range(group.num_nodes)]
-    firsts = [*accumulate(sizes, initial=0)]
-    shown = min(len(sizes), MAX_NODES)
-    nodes = (_node(n, places[firsts[n] : firsts[n + 1]], firsts[n]) for n in range(shown))
-    more = element("p", f"and {plural(len(sizes) - shown, 'node')} more", class_="note")
-    label = f"{plural(len(sizes), 'node')}, {plural(len(places), 'device')}"
-    return element(
-        "div", *nodes, more if shown < len(sizes) else None, class_="nodes", role="group", aria_label=label
+    places, groups = _places(plan), sorted(cluster.groups, key=lambda group: _rank(plan, group))
+    nodes = [group for group in groups for _ in range(group.num_nodes)]
+    firsts = [*accumulate((group.devices_per_node for group in nodes), initial=0)]
+    shown = (
+        _node(f"node {n}, {group.device.name}", places[firsts[n] : firsts[n + 1]], firsts[n])
+        for n, group in enumerate(nodes[:MAX_NODES])
     )
+    left = len(nodes[MAX_NODES:])
+    more = element("p", f"and {plural(left, 'node')} more", class_="note") if left else None
+    label = f"{plural(len(nodes), 'node')}, {plural(len(places), 'device')}"
+    return element("div", *shown, more, class_="nodes", role="group", aria_label=label)
 
 
-def _node(number: int, places: list[tuple[str, int]], first: int) -> Html:
+def _rank(plan: PlanValues, group: Cluster) -> int:
+    """The place of a group of nodes in the order in which stages stand on them."""
+    return plan.groups.index(group.name) if group.name in plan.groups else 0
+
+
+def _node(title: str, places: list[tuple[str, int]], first: int) -> Html:
     cells = (
         element("li", str(first + n), class_=f"shade{shade % SHADES}", title=f"device {first + n}: {said}")
         for n, (said, shade) in enumerate(places)
     )
-    return element("div", element("h3", f"node {number}"), element("ol", *cells), class_="node")
+    return element("div", element("h3", title), element("ol", *cells), class_="node")
 
 
 def _places(plan: PlanValues) -> list[tuple[str, int]]:
