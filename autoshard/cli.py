@@ -1,4 +1,4 @@
-"""The command line: `autoshard search`, `verify`, `show`, `what-if`, `schema`, `clusters` and `calibrate`.
+"""The command line: `autoshard search`, `verify`, `show`, `report`, `what-if`, `schema`, `clusters` and `calibrate`.
 
 Results go to stdout; progress, warnings and errors to stderr. `EXIT_STATUSES` has the meaning of each exit status.
 
@@ -256,6 +256,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     schema.add_argument("file", choices=["cluster", "plan"], help="the kind of file")
     schema.set_defaults(run=_without_jax("schema"))
+    _add_report(subparsers)
     _add_calibrate(subparsers)
     what_if = _add_what_if(subparsers)
     for command in (search, verify, show, what_if):
@@ -267,6 +268,17 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
+
+
+def _add_report(subparsers: Any) -> None:
+    command = subparsers.add_parser(
+        "report",
+        help="write a saved plan as an HTML page, to be opened in a browser",
+        epilog=_ending("autoshard report plan.json -o plan.html", 2, 4),
+    )
+    command.add_argument("plan", metavar="PLAN", help="a plan's file")
+    command.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the page to write")
+    command.set_defaults(run=_without_jax("report"))
 
 
 def _add_calibrate(subparsers: Any) -> None:

@@ -27,6 +27,7 @@ from autoshard.pipelines import are_allowed
 from autoshard.planning import limit_bytes
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.pipeline import timeline
+from autoshard.search.plan.json_file import text_of
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spec_check import check_specs
 from autoshard.sweep.command import swept
@@ -211,7 +212,7 @@ def _join_processes() -> None:
 def _print(plan: Plan, as_json: bool) -> int:
     if as_json:
         data = plan.to_json() | ({"search_s": dict(plan.search_s)} if plan.search_s else {})
-        print(json.dumps(data, indent=1, allow_nan=False), flush=True)
+        print(text_of(data), flush=True)
     else:
         print(plan, flush=True)
     return 0

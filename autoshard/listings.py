@@ -1,10 +1,19 @@
-"""The commands that need no JAX: `autoshard clusters` and `autoshard schema`. Each is a function from its options to an exit
-status."""
+"""The commands that need no JAX: `autoshard clusters`, `autoshard report` and `autoshard schema`. Each is a function from
+its options to an exit status."""
 
 import argparse
 import json
 
 from autoshard import clusters as known_clusters
+
+
+def report(options: argparse.Namespace) -> int:
+    """Writes the report of a saved plan."""
+    from autoshard.search.plan.plan import Plan
+
+    Plan.load(options.plan).report(options.out)
+    print(f"saved {options.out}: open it in a browser", flush=True)
+    return 0
 
 
 def schema(options: argparse.Namespace) -> int:

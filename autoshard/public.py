@@ -21,7 +21,17 @@ from autoshard.parallelized import Parallelized
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.comparison import Amount, Comparison
 from autoshard.search.plan.outline import Outline
-from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan, Sharding, Stage, StageEstimates
+from autoshard.search.plan.plan import (
+    Candidate,
+    Collective,
+    Decisions,
+    Estimates,
+    Plan,
+    Sharding,
+    Stage,
+    StageEstimates,
+)
+from autoshard.search.plan.profile import OpTime, Profile
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 from autoshard.sweep.rows import WhatIf
 from autoshard.sweep.what_if import what_if
@@ -34,6 +44,7 @@ __all__ = [
     "AutoshardError",
     "AutoshardWarning",
     "AxisUse",
+    "Candidate",
     "Cluster",
     "ClusterError",
     "Collective",
@@ -51,11 +62,13 @@ __all__ = [
     "MixedCluster",
     "Moved",
     "NotSplittableError",
+    "OpTime",
     "Outline",
     "Parallelized",
     "PipelineVerification",
     "Plan",
     "PlanError",
+    "Profile",
     "Program",
     "ProgramProof",
     "Sharding",

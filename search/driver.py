@@ -227,8 +227,11 @@ def _found(
     searched = short.step if short else step
     marks = _marks(searched, options.pins or {})
     search = StepSearch(Trials(searched, marks, cluster, options, progress, options.new_clock(), watch))
-    found = _finished(step, search.run(), cluster, options, search.shapes, watch, short)
-    return found.bounded(min(search.bounds_s.values()))
+    best = search.run()
+    found = _finished(step, best, cluster, options, search.shapes, watch, short)
+    bounds_s = search.bounds_s
+    tried = search.trials.tried.candidates(best, bounds_s)
+    return replace(found, plan=replace(found.plan, candidates=tried)).bounded(min(bounds_s.values()))
 
 
 def _on_all_layers(
@@ -250,6 +253,7 @@ def _on_all_layers(
     watch.lap("solve")
     best = Found(problem, on_mesh, solution.labels, limit_bytes, device)
     found = _finished(step, best, cluster, options, few.plan.meshes, watch, None)
+    found = replace(found, plan=replace(found.plan, candidates=few.plan.candidates))
     return found.bounded(min(few.bound_s, solution.bound_s))
 
 
@@ -282,7 +286,9 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch, short)
     was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
     gap = plan.gap if plan.is_sealed and math.isclose(is_s, was_s, rel_tol=1e-6) else None
-    found = replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
+    tried = plan.candidates if gap is not None else ()
+    kept = {"options": plan.options, "cluster": plan.cluster, "gap": gap, "candidates": tried}
+    found = replace(found, plan=replace(found.plan, **kept))
     gone = [name for _, name in on_mesh.codec.unknown(plan.decisions)]
     anew = [name for node in decisions.anew for name in on_mesh.codec.names[node]]
     return replace(found, anew=(*gone, *anew))

@@ -347,8 +347,8 @@ class StepSearch:
     def _in_microbatches(self) -> Least | None:
         """Looks for better plans in microbatches; where none fits, the step that holds least of all those considered.
 
-        Without a plan, the fewest that do are found by bisection. With one, few are tried, which tell whether more may be worth
-        it; then as many as need recompute nothing.
+        Without a plan, the fewest that do are found by bisection. With one, few are tried, which tell whether more may be
+        worth it; then as many as need recompute nothing.
         """
         deadline = Deadline.after(self.options.limit_s, self.clock)
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]

@@ -30,6 +30,7 @@ from autoshard.search.recomputation import MAX_MESHES, FreeSolution
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, SearchClock
 from autoshard.search.stopwatch import Stopwatch
+from autoshard.search.tried import Tried
 
 FREE_SHARE = 0.1
 """Of the time left, what a mesh may take without a cap. Source: a choice of ours; most take less, and what takes longer may
@@ -92,6 +93,7 @@ class Trials:
       shapes: the meshes to try.
       gains_s: of steps that recompute: by how much they are estimated to be faster for it.
       clock: by which all limits count.
+      tried: the candidates that were tried.
       began_s: on it, when the search began.
       deadline: after it nothing is begun besides a plan that is there.
     """
@@ -117,6 +119,7 @@ class Trials:
         self._resharders: dict[tuple[int, ...], Resharder] = {}
         self.gains_s = WeakKeyDictionary[StepProblem, float]()
         self._rewritten = WeakValueDictionary[tuple[StepProblem, Sites, Sites], StepProblem]()
+        self.tried = Tried()
         self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
     @property
@@ -132,6 +135,7 @@ class Trials:
     def takes(self, found: Found) -> bool:
         """Whether a plan is better than the best one; if so, it is the best one."""
         is_better = found.cost_s < self.cutoff_s
+        self.tried.takes(found)
         if is_better:
             self.best = found
         return is_better
@@ -303,6 +307,7 @@ class Trials:
     def _prove(self, step_problem: StepProblem, shape: tuple[int, ...], bound_s: float) -> None:
         proven_s = self._proven_s.setdefault(step_problem, {})
         proven_s[shape] = max(bound_s, proven_s.get(shape, -math.inf))
+        self.tried.proves(step_problem, shape, bound_s)
 
 
 def said_of(step: Step) -> str:

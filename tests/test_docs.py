@@ -32,6 +32,7 @@ PAGES = (
     "guides/mixed-clusters",
     "guides/several-nodes",
     "guides/verify",
+    "guides/report",
     "guides/notebook",
     "when-it-says-no",
 )

@@ -77,10 +77,12 @@ def test_a_wheel_installs_one_package(wheel):
     with ZipFile(wheel) as packed:
         names = {name.partition("/")[0] for name in packed.namelist()}
         sources = {name for name in packed.namelist() if name.endswith(".py")}
+        pages = {name for name in packed.namelist() if name.startswith("autoshard/report/page.")}
     assert {name for name in names if not name.endswith(".dist-info")} == {"autoshard"}
     for folder in ("search", "executors", "cost_model"):
         own = {f"autoshard/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
         assert own <= sources
+    assert pages == {f"autoshard/report/page.{ending}" for ending in ("py", "html", "css", "js")}
 
 
 def test_a_users_files_may_have_our_folders_names(wheel, tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 from autoshard.cost_model.units import format_bytes, format_seconds
-from autoshard.search.plan.summary import title
+from autoshard.search.plan.summary import plan_title
 from autoshard.sweep.rows import WhatIf
 from autoshard.sweep.table import HEAD, numbers
 
@@ -116,7 +116,7 @@ def _table(rows: Sequence[WhatIf]) -> Iterator[str]:
     titles = "".join(f'<th scope="col">{one or "best"}</th>' for one in (*HEAD, "plan"))
     yield f"<div><table><thead><tr>{titles}</tr></thead><tbody>"
     for row in rows:
-        said = row.reason if row.plan is None else title(row.plan)
+        said = row.reason if row.plan is None else plan_title(row.plan)
         cells = ("*" * row.is_on_front, row.cluster, format_bytes(row.memory_bytes), *numbers(row), said)
         yield (
             f'<tr class="{"best" * row.is_on_front}">'

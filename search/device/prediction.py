@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from autoshard.cost_model.xla.gpu_targets import budget_bytes, is_hopper_or_later
 from autoshard.search.device.combiner import combined
 from autoshard.search.device.kernel_order import memory_saving, program_order
@@ -20,7 +22,7 @@ from autoshard.search.device.kernel_times import KernelTime
 from autoshard.search.device.latency_hiding import latency_hiding
 from autoshard.search.device.lowering import TRANSFERS, Kernel, Lowered, lower
 from autoshard.search.device.siblings import merged
-from autoshard.search.device.timeline import Occupancy, peak, seconds
+from autoshard.search.device.timeline import Occupancy, peak, seconds, timetable
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.live_ranges import ARGUMENTS, LiveRanges, Resident
 from autoshard.search.problem.memory_rows import Peak
@@ -32,6 +34,23 @@ the spread of predicted against compiled peaks (`benchmarks.truth`)."""
 SMALL_PART = 2
 """If the order of least memory holds less than the cap divided by this, the scheduler's order is not computed. Source:
 a choice of ours; up to 1.6 times as much has been seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A place of a schedule in time: a kernel's run, a collective's, or the wait for a collective.
+
+    Attributes:
+      kernel: the kernel.
+      start_s: seconds from the start of the step.
+      end_s: seconds from the start of the step.
+      is_wait: whether the device waits for the collective's end.
+    """
+
+    kernel: Kernel
+    start_s: float
+    end_s: float
+    is_wait: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +91,21 @@ class Prediction:
         if num_bytes <= self.least.num_bytes:
             return self.least
         return _grown(self.least, num_bytes - self.least.num_bytes)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The kernels in the compiler's order, or in that of least memory if it takes more after all."""
+        return max(
+            (self._overlapped, program_order(self._plain)),
+            key=lambda order: self._occupancy.peak(order).num_bytes,
+        )
+
+    def course(self) -> tuple[tuple[Moment, ...], dict[Resident, np.ndarray]]:
+        """The places of the order in time, each with its kernel; and the bytes held there by kind of resident."""
+        order, kernels = self.order, self._plain.kernels
+        times = zip(order, timetable(self._plain, order), strict=True)
+        moments = tuple(Moment(kernels[k if k >= 0 else ~k], *when, k < 0) for k, when in times)
+        return moments, self._occupancy.course(order)
 
     @cached_property
     def transfer_s(self) -> float:

@@ -6,7 +6,7 @@ run one after another; collectives, copies to the host and copies from it run be
 reader of a collective's or a copy's result starts after it.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -66,20 +66,39 @@ class Occupancy:
 
     def peak(self, order: Sequence[int]) -> Peak:
         """The highest point of a schedule."""
+        run, buffer, num_bytes, start, dies = self._held(order)
+        held = _over_places(len(run), start, dies[buffer], num_bytes)
+        total = held + self._workspace_bytes[run] - self._in_place_bytes[run]
+        where = int(np.argmax(total))
+        alive = np.flatnonzero((start <= where) & (where <= dies[buffer]))
+        held_there = list(zip(buffer[alive].tolist(), num_bytes[alive].tolist(), strict=True))
+        return self._peak(float(total[where]), self.lowered.kernels[run[where]], held_there)
+
+    def course(self, order: Sequence[int]) -> dict[Resident, np.ndarray]:
+        """Bytes by kind of resident at each place of a schedule; kinds that are never there are left out."""
+        run, buffer, num_bytes, start, dies = self._held(order)
+        kinds = [*Resident]
+        kind = np.array([kinds.index(one.resident) for one in self.lowered.buffers], np.int64)
+        course = {}
+        for k, resident in enumerate(kinds):
+            own = kind[buffer] == k
+            course[resident] = _over_places(len(run), start[own], dies[buffer[own]], num_bytes[own])
+        course[Resident.TEMPORARIES] = course[Resident.TEMPORARIES] + self._workspace_bytes[run]
+        for place, k in enumerate(run.tolist()):
+            for b in _in_place(self.lowered.kernels[k]):
+                course[self.lowered.buffers[b].resident][place] -= self.lowered.buffers[b].num_bytes
+        return {resident: held for resident, held in course.items() if held.any()}
+
+    def _held(self, order: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """Over a schedule: the kernel at each place; and of what is held the buffer, its bytes and its first place; and
+        each buffer's last place."""
         run = np.array([k if k >= 0 else ~k for k in order], np.int64)
         born, dies = self._stretches(np.array(order, np.int64) >= 0, run)
         there = np.flatnonzero(dies >= born)
         buffer, others, start = self._likes(there, born, dies)
         buffer, start = np.concatenate([there, buffer]), np.concatenate([born[there], start])
         num_bytes = self._num_bytes[buffer] * np.concatenate([np.ones(len(there)), others])
-        at = np.stack([start, dies[buffer] + 1], axis=1).ravel()
-        changes = np.stack([num_bytes, -num_bytes], axis=1).ravel()
-        held = np.cumsum(np.bincount(at, changes, len(run) + 1)[: len(run)])
-        total = held + self._workspace_bytes[run] - self._in_place_bytes[run]
-        where = int(np.argmax(total))
-        alive = np.flatnonzero((start <= where) & (where <= dies[buffer]))
-        held_there = list(zip(buffer[alive].tolist(), num_bytes[alive].tolist(), strict=True))
-        return self._peak(float(total[where]), self.lowered.kernels[run[where]], held_there)
+        return run, buffer, num_bytes, start, dies
 
     def piled_up(self, order: Sequence[int]) -> Lowered:
         """The kernels, each buffer enlarged by those buffers for which it stands and that a schedule holds together
@@ -145,18 +164,32 @@ class Occupancy:
 
 def seconds(lowered: Lowered, order: Sequence[int]) -> float:
     """Seconds that a schedule takes."""
+    return max((end_s for _, end_s in timetable(lowered, order)), default=0.0)
+
+
+def timetable(lowered: Lowered, order: Sequence[int]) -> Iterator[tuple[float, float]]:
+    """Seconds from the start of the step at which each place of a schedule begins and ends. A place that ends a collective
+    is the wait for it."""
     now, free = 0.0, dict[str, float]()
     done: dict[int, float] = {}
     for k in order:
-        kernel = lowered.kernels[k if k >= 0 else ~k]
+        kernel, start_s = lowered.kernels[k if k >= 0 else ~k], now
         if kernel.collective is None:
-            now += kernel.time.seconds
+            end_s = now = now + kernel.time.seconds
         elif k >= 0:
             stream = kernel.collective.stream
-            free[stream] = done[k] = max(now, free.get(stream, 0.0)) + kernel.time.seconds
+            start_s = max(now, free.get(stream, 0.0))
+            end_s = free[stream] = done[k] = start_s + kernel.time.seconds
         else:
-            now = max(now, done[~k])
-    return max(now, *free.values()) if free else now
+            end_s = now = max(now, done[~k])
+        yield start_s, end_s
+
+
+def _over_places(count: int, start: np.ndarray, last: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
+    """Bytes at each of so many places, of stretches from a first place to a last one."""
+    at = np.stack([start, last + 1], axis=1).ravel()
+    changes = np.stack([num_bytes, -num_bytes], axis=1).ravel()
+    return np.cumsum(np.bincount(at, changes, count + 1)[:count])
 
 
 def _unless_inside(loop: np.ndarray, of_loops: np.ndarray, places: np.ndarray) -> np.ndarray:

@@ -14,8 +14,8 @@ from typing import Any
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.pipeline.schedules.registry import build_schedule
 from autoshard.search.pipeline.simulator import Run, Simulation, StageCost, simulate
-from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.text_table import WIDTH
+from autoshard.search.plan.values import PlanValues
 
 IDLE, GOING_ON = ".", "-"
 
@@ -23,7 +23,7 @@ MICROSECONDS = 1e6
 """Per second: trace events are in microseconds."""
 
 
-def simulated(plan: Plan) -> Simulation:
+def simulated(plan: PlanValues) -> Simulation:
     """A pipeline's schedule in time, as its plan's estimates say."""
     costs = [
         StageCost(

@@ -210,14 +210,14 @@ def _choice_text(tokens: tuple[str, ...], occurring: set[str]) -> str:
     template = _unnumbered(tokens[:1])[0]
     if template.count("*") == 1 and all(_unnumbered((t,))[0] == template for t in tokens):
         numbers = sorted(int(re.findall(r"\d+", t)[0]) for t in tokens)
-        return template.replace("*", "*" if set(tokens) >= occurring else _ranges(numbers))
+        return template.replace("*", "*" if set(tokens) >= occurring else ranges(numbers))
     opening, closing = ("[", "]") if tokens[0].startswith("[") else (".", "")
     names = [t.removeprefix(opening).removesuffix(closing) for t in tokens]
     cut = [*names[:_MAX_NAMES], "..."] if len(names) > _MAX_NAMES else names
     return f"{opening if all(t.startswith(opening) for t in tokens) else ''}{'|'.join(cut)}{closing}"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """`0-3,7` of 0, 1, 2, 3, 7."""
     runs: list[list[int]] = []
     for n in numbers:

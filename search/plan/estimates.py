@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from autoshard.search.device.prediction import Prediction
 from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.memory.copies import SCOPE
+from autoshard.search.plan.measured_profile import measured_profile
 from autoshard.search.plan.measured_shares import measured_shares
 from autoshard.search.plan.values import Collective, Estimates
 from autoshard.search.problem.costs import CostedGraph
@@ -42,6 +43,7 @@ def estimate(
         peak_at=where(costed, device.peak.position),
         collectives=collectives,
         shares=(measured_shares(costed, chosen, collectives),),
+        profile=measured_profile(costed, chosen, device),
     )
 
 

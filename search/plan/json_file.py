@@ -3,11 +3,15 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autoshard.cost_model.errors import InputError, PlanError
+
+_NUMBERS = re.compile(r"\[\n\s+[-\d][^\[\]\"{}]*\]")
+"""A list of numbers in indented JSON. In JSON's strings no line ends, so that this is no part of one."""
 
 SEAL_DIGITS = 16
 """Hexadecimal digits of a seal, as many as in a step's fingerprint."""
@@ -34,6 +38,14 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         ) from e
     except (ValueError, RecursionError) as e:
         raise PlanError(f"the plan {path} cannot be read as JSON: {e}") from e
+
+
+def text_of(values: Mapping[str, Any]) -> str:
+    """The text of a plan's file: a value on each line, but for lists of numbers, which are on one."""
+    text = json.dumps(values, indent=1, allow_nan=False)
+    return _NUMBERS.sub(
+        lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text
+    )
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,18 +11,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, overload
 
 from autoshard.cost_model.errors import PlanError
+from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.cost_model.whole_file import write_whole
 from autoshard.search.plan import edits, former_files
 from autoshard.search.plan.comparison import Comparison
 from autoshard.search.plan.executors import EXECUTORS, JIT
-from autoshard.search.plan.json_file import read_file, sealed
+from autoshard.search.plan.json_file import read_file, sealed, text_of
 from autoshard.search.plan.metrics import metrics
 from autoshard.search.plan.plan_file import SCHEMA, described, read, written
-from autoshard.search.plan.summary import summary
+from autoshard.search.plan.summary import plan_title, summary
 from autoshard.search.plan.values import (
+    Candidate,
     Collective,
     Decisions,
     Estimates,
@@ -32,9 +34,11 @@ from autoshard.search.plan.values import (
     StageEstimates,
 )
 
-__all__ = ["Collective", "Decisions", "Estimates", "Plan", "Sharding", "Stage", "StageEstimates"]
+__all__ = ["Candidate", "Collective", "Decisions", "Estimates", "Plan", "Sharding", "Stage", "StageEstimates"]
 
-NO_DECISIONS = frozenset({"step", "jax", "options", "meshes", "estimates", "gap", "marks", "outline", "seal"})
+NO_DECISIONS = frozenset(
+    {"step", "jax", "options", "meshes", "estimates", "gap", "candidates", "marks", "outline", "seal"}
+)
 """Keys of a plan's file that two equal plans may have different values of."""
 
 
@@ -70,6 +74,7 @@ class Plan(PlanValues):
         it. The certificate covers plans on `meshes` and within the options, with the same microbatches, recomputation and
         offloading, that hold at most `memory_bytes` in program order. (The kernels' memory is simulated for the plan found
         only.) None if decisions were edited since, and of pipelines.
+      candidates: those that were tried, with their bounds and times, on which the gap rests; of one program.
       marks: digests of the decisions that the estimates are for (`search.plan.edits`); empty if unknown.
       outline: the traced step's types and ops, to say how another step differs; None in a file without it.
       search_s: seconds of the search, in all and by part; not saved.
@@ -121,7 +126,7 @@ class Plan(PlanValues):
         Raises:
           InputError: the path cannot be written.
         """
-        write_whole(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", "the plan")
+        write_whole(Path(path), text_of(self.to_json()) + "\n", "the plan")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -152,9 +157,48 @@ class Plan(PlanValues):
         """
         return metrics(self)
 
+    @overload
+    def report(self, path: None = None) -> str: ...
+
+    @overload
+    def report(self, path: str | os.PathLike[str]) -> None: ...
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """The plan as an HTML page for people: what limits the step, what fills the memory, what lies where. It is one file
+        of at most 300 KB that loads nothing.
+
+        Args:
+          path: the file to write; without it, the page is returned as text.
+
+        Raises:
+          InputError: the path cannot be written.
+
+        Example:
+          >>> plan.report("plan.html")  # doctest: +SKIP
+        """
+        from autoshard.report.page import page
+
+        if path is None:
+            return page(self)
+        return write_whole(Path(path), page(self), "the report")
+
     def compare(self, other: "Plan") -> Comparison["Plan"]:
         """The differences from another plan: time, memory, collectives, and arguments that are sharded differently."""
         return Comparison[Plan].of(self, other)
+
+    def __repr__(self) -> str:
+        """One line: the kind of plan, its step and cluster, and its predictions unless it was edited."""
+        said = f"{plan_title(self)}; step {self.step!r} on {self.cluster.get('name', 'a cluster')}"
+        if self.is_edited:
+            return f"<Plan: {said}; edited by hand>"
+        taken = f"{format_seconds(self.estimates.step_s)}, {format_bytes(self.estimates.peak_bytes)}"
+        return f"<Plan: {said}; {taken}>"
+
+    def _repr_html_(self) -> str:
+        """The report, as notebooks show it."""
+        from autoshard.report.page import framed, page
+
+        return framed(page(self))
 
     def __str__(self) -> str:
         return summary(self)

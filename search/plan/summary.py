@@ -72,20 +72,15 @@ def summary(plan: PlanValues) -> str:
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
 
-def title(plan: PlanValues) -> str:
-    """The kind of plan, which is the first line of the summary."""
-    return headline(_shape(plan))
-
-
 def _answer(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     """The kind of plan, its time, its memory and its certificate."""
     numbers = metrics(plan)
     return [
-        title(plan),
+        plan_title(plan),
         _time_line(numbers, cluster.caveat),
         *_rate_line(numbers),
         *_peaks(plan, cluster),
-        _gap(plan),
+        certified_gap(plan),
     ]
 
 
@@ -101,7 +96,7 @@ def _estimated(plan: PlanValues) -> list[list[str]]:
         _collectives(plan),
         _time(plan),
         _memory(plan.estimates),
-        _certificate(plan),
+        certificate(plan),
         search_time(plan.search_s),
     ]
 
@@ -173,13 +168,14 @@ def _of_cap(peak_bytes: int, cap_bytes: int) -> str:
 # --- the parts
 
 
-def _shape(plan: PlanValues) -> PlanShape:
+def plan_title(plan: PlanValues) -> str:
+    """The kind of plan as an expert would call it."""
     shares = dict(enumerate(plan.estimates.shares))
     stages = (
         StageShape(one.replicas, plan.sharding_of(one).mesh, shares.get(one.sharding)) for one in plan.stages
     )
     arguments = plan.shardings[0].arguments
-    return PlanShape(tuple(stages), plan.schedule, plan.microbatches, plan.retention, arguments)
+    return headline(PlanShape(tuple(stages), plan.schedule, plan.microbatches, plan.retention, arguments))
 
 
 def _head(plan: PlanValues, cluster: AnyCluster) -> list[str]:
@@ -404,7 +400,8 @@ def _memory(estimates: Estimates) -> list[str]:
     )
 
 
-def _gap(plan: PlanValues) -> str:
+def certified_gap(plan: PlanValues) -> str:
+    """The gap that the solver certified, in words."""
     if plan.is_pipeline:
         return "certified gap: none for pipelines"
     if plan.gap is None:
@@ -414,7 +411,7 @@ def _gap(plan: PlanValues) -> str:
     return f"certified gap: {within} plan of its search space"
 
 
-def _certificate(plan: PlanValues) -> list[str]:
+def certificate(plan: PlanValues) -> list[str]:
     """The plans of which the certificate speaks."""
     if plan.gap is None:
         return []

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.bounds import NOT_EMPTY, Count, Mesh, Number, Size
 from autoshard.search.plan.outline import Outline
+from autoshard.search.plan.profile import Profile
 from autoshard.search.plan.work_shares import WorkShares
 
 REPLICA = "replica"
@@ -92,6 +93,7 @@ class Estimates:
       shares: for each of the plan's `shardings`, how its mesh axes share the work; empty if unknown.
       compiled_peak_bytes: device memory at its highest in the compiled program; of stages with programs of their own, that
         of the stage that needs the largest share of its cap. None if the plan was not compiled.
+      profile: of one program: a device over the time of a step; None if unknown.
     """
 
     step_s: Number
@@ -109,6 +111,7 @@ class Estimates:
     stages: tuple[StageEstimates, ...] = ()
     shares: tuple[WorkShares, ...] = ()
     compiled_peak_bytes: Count | None = None
+    profile: Profile | None = None
 
     @property
     def unhidden_s(self) -> float:
@@ -181,6 +184,31 @@ class Stage:
     sharding: Count = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Plans that were searched together: on one mesh, for the step with the same done to it before.
+
+    Attributes:
+      mesh: sizes of the mesh's axes.
+      microbatches: number of parts in which the step goes through its batch.
+      recomputed: number of ops that are recomputed, of the step that was searched.
+      waiting: number of ops whose results wait on the host for the backward phase.
+      hosted: number of arguments that rest on the host.
+      bound_s: lower bound on the seconds per step of all of its plans.
+      step_s: seconds per step of the best plan found; None if none was found that fits and is faster than those before.
+      is_ruled_out: whether none of its plans fits, or is faster than the best one then.
+    """
+
+    mesh: tuple[Size, ...]
+    microbatches: Size = 1
+    recomputed: Count = 0
+    waiting: Count = 0
+    hosted: Count = 0
+    bound_s: Number = 0.0
+    step_s: Number | None = None
+    is_ruled_out: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlanValues:
     """The contents of a plan: `search.plan.plan.Plan` describes them."""
@@ -202,6 +230,7 @@ class PlanValues:
     shardings: Annotated[tuple[Sharding, ...], NOT_EMPTY]
     estimates: Estimates
     gap: Number | None = None
+    candidates: tuple[Candidate, ...] = ()
     marks: str = ""
     outline: Outline | None = None
     search_s: Mapping[str, float] = field(default_factory=dict[str, float])

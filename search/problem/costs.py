@@ -236,13 +236,17 @@ class CostedGraph:
         """Memo of `op_seconds`."""
         return {}
 
+    def moved_bytes(self, op_class: int) -> np.ndarray:
+        """[strategies]: bytes that one run of an op that is a kernel of its own reads and writes, on one device."""
+        return self._bytes(self.graph.node_of[op_class], moved_alone(self.graph.folded, op_class))
+
     def _alone_seconds(self, op_class: int) -> np.ndarray:
         folded, node = self.graph.folded, self.graph.node_of[op_class]
         op = folded.op(op_class)
         if op.is_transfer:
             copied_bytes = self._bytes(node, (((op_class, 0, True), 1.0),))
             return self.resharder.mesh.cluster.host_link.copy_s(copied_bytes)
-        num_bytes = self._bytes(node, moved_alone(folded, op_class))
+        num_bytes = self.moved_bytes(op_class)
         if op.name in STEPS:
             return np.asarray(self._decomposition_seconds(op_class, num_bytes))
         is_heavy = folded.is_heavy[op_class] and op.rule.flops_per_point > 0 and len(op.operands) > 1

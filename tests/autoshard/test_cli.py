@@ -657,13 +657,15 @@ def test_version(run):
     assert run("--version") == (0, f"autoshard {autoshard.__version__}\n", "")
 
 
-@pytest.mark.parametrize("verb", ["search", "verify", "show", "what-if", "clusters", "schema", "calibrate"])
+@pytest.mark.parametrize(
+    "verb", ["search", "verify", "show", "report", "what-if", "clusters", "schema", "calibrate"]
+)
 def test_help_ends_with_an_example_that_parses_and_the_exit_statuses(run, verb, monkeypatch):
     status, out, _ = run(verb, "--help")
     assert status == 0
     ending = out[out.index("example:") :].splitlines()
     assert {line.split()[0] for line in ending[4:]} >= {"0", "2", "130"}
-    where = listings if verb in ("clusters", "schema") else commands
+    where = listings if verb in ("report", "clusters", "schema") else commands
     monkeypatch.setattr(where, verb.replace("-", "_"), lambda options: 17)
     assert run(*shlex.split(ending[1].partition(">")[0])[1:])[0] == 17
 

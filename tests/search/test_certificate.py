@@ -96,7 +96,13 @@ NO_KERNELS = SimpleNamespace(kernels=())
 def holding(peak):
     """What is predicted of kernels that hold so much in any order."""
     return SimpleNamespace(
-        least=peak, needed_bytes=peak.num_bytes, peak=peak, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS
+        least=peak,
+        needed_bytes=peak.num_bytes,
+        peak=peak,
+        transfer_s=0.0,
+        waited_s=0.0,
+        apart=NO_KERNELS,
+        course=lambda: ((), {}),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autoshard.search.device.kernel_order import memory_saving, program_order
 from autoshard.search.device.latency_hiding import latency_hiding
 from autoshard.search.device.lowering import Kernel, Lowered
-from autoshard.search.device.timeline import peak, seconds
+from autoshard.search.device.timeline import Occupancy, peak, seconds, timetable
 from autoshard.search.problem.live_ranges import Resident
 from autoshard.search.problem.memory_rows import Arrival
 from autoshard.search.problem.strategy_graph import Port
@@ -251,6 +251,26 @@ def scheduled(draw):
     return Lowered(kernels, ()), tuple(order)
 
 
+def test_a_timetable_says_when_kernels_run_and_how_long_collectives_are_waited_for():
+    kernels = (collective(0, [], [0], time_s=5.0), kernel(1, [], [1], 2.0), kernel(2, [0], [2], 1.0))
+    lowered = Lowered(kernels, (buffer(1.0),) * 3)
+    assert [*timetable(lowered, (0, 1, ~0, 2))] == [(0.0, 5.0), (0.0, 2.0), (2.0, 5.0), (5.0, 6.0)]
+
+
 @given(scheduled())
 def test_two_streams_take_as_long_as_the_longest_path(case):
     assert seconds(*case) == longest_path(*case)
+
+
+@given(programs(), st.sampled_from(ORDERS))
+def test_the_course_is_what_such_a_device_holds_at_its_fullest_and_no_less_anywhere(lowered, in_order):
+    lowered, order = in_order(lowered)
+    worst = held(lowered, order)
+    course = Occupancy(lowered).course(order)
+    found = peak(lowered, order)
+    totals = [sum(kind[place] for kind in course.values()) for place in range(len(order))]
+    assert max(totals) == found.num_bytes
+    at = totals.index(max(totals))
+    assert {kind: there[at] for kind, there in course.items() if there[at] > 0} == dict(found.residents)
+    for total, now, k in zip(totals, worst, order, strict=True):
+        assert total >= sum(now.values()) + ran(lowered, k).workspace_bytes

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from autoshard.search.plan.outline import Outline
-from autoshard.search.plan.plan import Collective, Estimates, Plan, Sharding, Stage, StageEstimates
+from autoshard.search.plan.plan import Candidate, Collective, Estimates, Plan, Sharding, Stage, StageEstimates
 
 COLLECTIVES = (Collective("all-reduce", ("data",), 2, 1 << 20, 1e-3),)
 SHARDING = Sharding(
@@ -94,6 +94,7 @@ OTHERS = {
     "memory_bytes": 1 << 29,
     "executor": "another",
     "gap": 0.5,
+    "candidates": (Candidate((8,), bound_s=1.0),),
     "marks": "efgh",
     "schedule": "zb-h1",
     "workers": 3,
@@ -116,6 +117,7 @@ SAID_ONLY = {
     "meshes",
     "estimates",
     "gap",
+    "candidates",
     "marks",
     "search_s",
     "outline",

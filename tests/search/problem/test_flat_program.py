@@ -545,6 +545,7 @@ def test_the_update_of_a_leaf_ends_before_that_of_the_next_begins():
     ]
     assert {op.name for op in traced.graph.ops} >= {"square", "rsqrt"}
     leaves = [shape for shape in shapes if shape in ((3, 4), (4, 2))][-8:]
-    assert leaves == sorted(leaves) and len(set(leaves)) == 2
+    assert leaves == sorted(leaves)
+    assert len(set(leaves)) == 2
     at = {v: i for i, op in enumerate(program.ops) for v in op.results}
     assert all(at[v] < i for i, op in enumerate(program.ops) if op.name != "input" for v in op.operands)
