@@ -12,6 +12,7 @@ from typing import Any
 
 from autoshard import planning, programs
 from autoshard.cost_model.mixed_cluster import AnyCluster
+from autoshard.executors import jit, spmd
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_program import PipelineProgram
 from autoshard.search.driver import SearchResult
@@ -41,28 +42,38 @@ class Lowering:
       emit: the programs on these devices, in the order of the cluster.
       run: the executable; as `emit`, with a callback for new traces and the arguments that are donated besides the state.
       verify: verifies the programs; the flag asks for all of the equal blocks.
+      whole: the one program of the step, over an abstract mesh; None if there are several.
     """
 
     apply: Callable[[Step, Plan, str], Found]
     emit: Callable[[Any, AnyCluster, Sequence[Any]], Emitted]
     run: Callable[[Any, AnyCluster, Sequence[Any], Callable[[], None], AbstractSet[int]], Runnable]
     verify: Callable[[CompilerVerifier, Any, bool], Proof]
+    whole: Callable[[Any], Program | None]
 
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
-        JIT: Lowering(planning.applied, programs.emitted, programs.applied, CompilerVerifier.verified),
+        JIT: Lowering(
+            planning.applied,
+            programs.emitted,
+            programs.applied,
+            CompilerVerifier.verified,
+            lambda found: jit.build(found.step, found.sharding, None),
+        ),
         MPMD: Lowering(
             planning.as_planned(mpmd_planning.apply),
             programs.emitted_per_stage,
             programs.run_per_stage,
             pipeline_judge.verified_per_stage,
+            lambda found: None,
         ),
         SPMD: Lowering(
             planning.as_planned(spmd_planning.apply),
             programs.emitted_for_all,
             programs.run_for_all,
             pipeline_judge.verified_for_all,
+            lambda found: spmd.build(found.program, found.sharding, found.plan.num_devices),
         ),
     }
 )
