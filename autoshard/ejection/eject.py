@@ -46,13 +46,18 @@ class Ejected:
       form: `wrapper`, the user's own step, jitted with the plan's shardings; `written`, the plan's program, printed; or
         `shardings`, the arguments' specs alone.
       differences: what the file's step does otherwise than the plan's program, a sentence each.
-      is_compiled: whether XLA's GPU compiler has compiled both.
+      beside: the plan's program and the file's step, as XLA's GPU compiler has compiled them; None if it was not asked.
     """
 
     text: str
     form: str
     differences: tuple[str, ...] = ()
-    is_compiled: bool = False
+    beside: Beside | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether XLA's GPU compiler has compiled both."""
+        return self.beside is not None
 
     @property
     def exit_status(self) -> int:
@@ -189,19 +194,14 @@ class Ejection:
                 f"the plan's program donates some arrays of {', '.join(layout.partly_donated)}, and `jax.jit` donates whole "
                 "arguments only"
             )
-        judgement = f"It was not compiled beside the plan's program for {self.cluster.name}."
+        judgement, beside = f"It was not compiled beside the plan's program for {self.cluster.name}.", None
         if oracle is not None:
-            ours, theirs = oracle.stats(
-                [
-                    (self.program.fn, self.program.args),
-                    (loaded(file([]), self.step, self.program), self.program.args),
-                ],
-                self.program.resting_bytes,
-            )
-            found += Beside(ours, theirs).differences
+            beside = self._beside(oracle, file([]))
+            found += beside.differences
+            peak = format_bytes(beside.planned.peak_bytes)
             judgement = (
                 f"Compiled for {self.cluster.name}, it has the collectives and the peak memory of the plan's program, "
-                f"{format_bytes(ours.peak_bytes)} a device."
+                f"{peak} a device."
             )
         if found:
             judgement = "\n".join(
@@ -211,7 +211,13 @@ class Ejection:
         head = f"`{layout.step}` on {self.cluster.name}, a mesh of {mesh} devices."
         source = f"Ejected by autoshard from the plan with the fingerprint {self.plan.fingerprint}."
         text = file([head, usage(layout), *said, judgement, source])
-        return Ejected(text, form, tuple(found), oracle is not None)
+        return Ejected(text, form, tuple(found), beside)
+
+    def _beside(self, oracle: Oracle, text: str) -> Beside:
+        """The plan's program and a file's step, both compiled."""
+        functions = self.program.fn, loaded(text, self.step, self.program)
+        compiled = oracle.stats([(fn, self.program.args) for fn in functions], self.program.resting_bytes)
+        return Beside(*compiled)
 
     @property
     def gpu_options(self) -> dict[str, str]:
