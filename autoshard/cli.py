@@ -292,7 +292,6 @@ def _add_eject(subparsers: Any) -> Any:
         nargs="?",
         choices=["auto", "always", "never"],
         const="always",
-        default="auto",
         help="compile the step for the GPU, without one, beside the plan's program: always (meant without a value), never, "
         "or auto: if the compiler is installed; default: auto",
     )

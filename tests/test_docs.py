@@ -32,6 +32,7 @@ PAGES = (
     "guides/mixed-clusters",
     "guides/several-nodes",
     "guides/verify",
+    "guides/eject",
     "guides/notebook",
     "when-it-says-no",
 )
@@ -108,6 +109,7 @@ def test_the_readme_is_short_and_keeps_its_two_commands():
 @pytest.mark.filterwarnings("ignore::autoshard.AutoshardWarning")
 def test_all_snippets_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     variables = {"__name__": "docs"}
     for page in PAGES:
         for snippet in snippets(page):

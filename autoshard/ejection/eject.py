@@ -1,8 +1,9 @@
 """A plan as a file of plain JAX: the choice of its form, and the sentences that say how far it holds."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.units import format_bytes, format_mesh
 from autoshard.cost_model.whole_file import write_whole
-from autoshard.cost_model.xla.compiler import can_compile_for, options_for_cap
+from autoshard.cost_model.xla.compiler import can_compile_for, check, options_for_cap
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.cost_model.xla.plugin import is_there
 from autoshard.cost_model.xla.process import Compiler
@@ -32,6 +33,15 @@ from autoshard.search.plan.plan import Plan
 
 WRAPPER, WRITTEN, SHARDINGS = "wrapper", "written", "shardings"
 """The forms of a file."""
+
+WRAPPER_FORM = (
+    "The step is the function for one device, with the plan's shardings of arguments and results. XLA's partitioner finds "
+    "those of the values inside."
+)
+WRITTEN_FORM = (
+    "The step is the program that the plan decides, with its gradients, one call of JAX for each operation. `constrained` "
+    "names the sharding of a value."
+)
 
 DIFFERS = 1
 """Exit status if the file's step is not the plan's program."""
@@ -143,75 +153,39 @@ class Ejection:
         return self._wrapper(layout, oracle, f"the plan's program cannot be written: {program.fault}")
 
     def _written(self, layout: Layout, program: Written, oracle: Oracle | None) -> Ejected:
-        form = (
-            "The step is the program that the plan decides, with its gradients, one call of JAX for each operation. "
-            "`constrained` names the sharding of a value."
-        )
-
-        def file(said: Sequence[str]) -> str:
-            return written_file(layout, program.lines, self.gpu_options, said)
-
-        return self._judged(WRITTEN, file, layout, oracle, [form], [])
+        file = partial(written_file, layout, program.lines, self.gpu_options)
+        return self._judged(_Draft(WRITTEN, file, WRITTEN_FORM), layout, oracle)
 
     def _wrapper(self, layout: Layout, oracle: Oracle | None, *unsaid: str) -> Ejected:
-        form = (
-            "The step is the function for one device, with the plan's shardings of arguments and results. XLA's partitioner "
-            "finds those of the values inside."
-        )
-        read = (
-            _read(self.found.step, self.found.sharding, layout)
-            if isinstance(self.found, SearchResult)
-            else {}
-        )
+        is_one = isinstance(self.found, SearchResult)
+        read = _read(self.found.step, self.found.sharding, layout) if is_one else {}
+        file = partial(wrapper_file, layout, read, self.gpu_options)
+        draft = _Draft(WRAPPER, file, WRAPPER_FORM, (*unsaid, *_inner_decisions(self.plan)))
+        return self._judged(draft, layout, oracle)
 
-        def file(said: Sequence[str]) -> str:
-            return wrapper_file(layout, read, self.gpu_options, said)
-
-        return self._judged(WRAPPER, file, layout, oracle, [form], [*unsaid, *_inner_decisions(self.plan)])
-
-    def _judged(
-        self,
-        form: str,
-        file: Any,
-        layout: Layout,
-        oracle: Oracle | None,
-        said: Sequence[str],
-        differences: Sequence[str],
-    ) -> Ejected:
-        """A file, whose docstring says how it differs from the plan's program.
-
-        Args:
-          form: the file's form.
-          file: makes its text from the paragraphs of its docstring.
-          layout: the shardings at the step's border.
-          oracle: the compiler, or None.
-          said: the paragraphs on the form.
-          differences: those that are known without the compiler.
-        """
-        found = list(differences)
-        if layout.partly_donated:
-            found.append(
-                f"the plan's program donates some arrays of {', '.join(layout.partly_donated)}, and `jax.jit` donates whole "
-                "arguments only"
-            )
-        judgement, beside = f"It was not compiled beside the plan's program for {self.cluster.name}.", None
-        if oracle is not None:
-            beside = self._beside(oracle, file([]))
-            found += beside.differences
-            peak = format_bytes(beside.planned.peak_bytes)
-            judgement = (
-                f"Compiled for {self.cluster.name}, it has the collectives and the peak memory of the plan's program, "
-                f"{peak} a device."
-            )
-        if found:
-            judgement = "\n".join(
-                ["It differs from the plan's program:", "", *(f"  * {one}" for one in found)]
-            )
+    def _judged(self, draft: "_Draft", layout: Layout, oracle: Oracle | None) -> Ejected:
+        """A file whose docstring says how it differs from the plan's program."""
+        beside = None if oracle is None else self._beside(oracle, draft.file([]))
+        compiled = () if beside is None else beside.differences
+        differences = (*draft.differences, *_donations(layout), *compiled)
         mesh = format_mesh(tuple(layout.mesh.values()))
-        head = f"`{layout.step}` on {self.cluster.name}, a mesh of {mesh} devices."
-        source = f"Ejected by autoshard from the plan with the fingerprint {self.plan.fingerprint}."
-        text = file([head, usage(layout), *said, judgement, source])
-        return Ejected(text, form, tuple(found), beside)
+        said = (
+            f"`{layout.step}` on {self.cluster.name}, a mesh of {mesh} devices.",
+            usage(layout),
+            draft.sentence,
+            _listed(differences) if differences else self._judgement(beside),
+            f"Ejected by autoshard from the plan with the fingerprint {self.plan.fingerprint}.",
+        )
+        return Ejected(draft.file(said), draft.form, differences, beside)
+
+    def _judgement(self, beside: Beside | None) -> str:
+        """A sentence on a file's step without known differences."""
+        if beside is None:
+            return f"It was not compiled beside the plan's program for {self.cluster.name}."
+        return (
+            f"Compiled for {self.cluster.name}, it has the collectives and the peak memory of the plan's program, "
+            f"{format_bytes(beside.planned.peak_bytes)} a device."
+        )
 
     def _beside(self, oracle: Oracle, text: str) -> Beside:
         """The plan's program and a file's step, both compiled."""
@@ -235,7 +209,12 @@ class Ejection:
           verify: "always", "never", or "auto" to ask it if it is installed.
           compiler: how to ask it.
           progress: called with a line per stage.
+
+        Raises:
+          InputError: it is to be asked, and does not know the cluster's devices.
         """
+        if verify == ALWAYS:
+            check(self.cluster, compiler.target_config)
         if verify == NEVER or not can_compile_for(self.cluster, compiler.target_config):
             return None
         if verify != ALWAYS and not is_there():
@@ -243,6 +222,36 @@ class Ejection:
         flags = " ".join(filter(None, (compiler.flags, FLAGS)))
         asked = replace(compiler, flags=flags)
         return Oracle(self.cluster, self.plan.memory_bytes, dict(self.program.mesh.shape), asked, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A file before it is compiled.
+
+    Attributes:
+      form: its form.
+      file: makes its text from the paragraphs of its docstring.
+      sentence: a paragraph on its form.
+      differences: those that are known without the compiler.
+    """
+
+    form: str
+    file: Callable[[Sequence[str]], str]
+    sentence: str
+    differences: tuple[str, ...] = ()
+
+
+def _listed(differences: Sequence[str]) -> str:
+    return "\n".join(["It differs from the plan's program:", "", *(f"  * {one}" for one in differences)])
+
+
+def _donations(layout: Layout) -> Iterator[str]:
+    """A sentence on arguments of which the plan's program donates a part."""
+    if layout.partly_donated:
+        yield (
+            f"the plan's program donates some arrays of {', '.join(layout.partly_donated)}, and `jax.jit` donates whole "
+            "arguments only"
+        )
 
 
 def _inner_decisions(plan: Plan) -> Iterator[str]:

@@ -85,16 +85,16 @@ class Layout:
         made = jax.tree.unflatten(structure, call.out_shardings)
         parts = list(made) if type(made) is tuple else [made]
         labels = [f"result {i}" for i in range(len(parts))] if type(made) is tuple else ["result"]
-        donated = list(zip(names, program.donated, program.args, strict=True))
-        whole = [i for i in range(len(names)) if _is_all_donated(program, i)]
+        whole = tuple(i for i in range(len(names)) if _is_all_donated(program, i))
+        some = [name for i, name in enumerate(names) if program.donated[i] and i not in whole]
         return cls(
             program.name,
             dict(program.mesh.shape),
             arguments(program, names),
             tuple(_result(*pair, program) for pair in zip(labels, parts, strict=True)),
             type(made) is tuple,
-            tuple(whole),
-            tuple(name for i, (name, is_any, _) in enumerate(donated) if is_any and i not in whole),
+            whole,
+            tuple(some),
             call,
         )
 

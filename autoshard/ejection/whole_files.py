@@ -6,6 +6,7 @@ user's training loop stays as it is: the file imports neither autoshard nor the 
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
@@ -90,15 +91,15 @@ def wrapper_file(
       options: the compiler's options on GPUs.
       said: the paragraphs of the file's docstring.
     """
-    lines = ["def run(*args):"]
-    if any(tree.hosted for tree in layout.arguments):
-        lines.append(f"{INDENT}args = on_device(args)")
-    if read:
-        lines.append(f"{INDENT}args = as_read(args, mesh)")
-    lines.append(f"{INDENT}return step(*args)")
-    helpers = [HOSTED] * any(tree.hosted for tree in layout.arguments) + [READ] * bool(read)
-    constant = [_read_constant(read)] if read else []
-    return _file(layout, options, said, lines, "", constant, helpers, "")
+    is_hosted = any(tree.hosted for tree in layout.arguments)
+    run = [
+        "def run(*args):",
+        *[f"{INDENT}args = on_device(args)"] * is_hosted,
+        *[f"{INDENT}args = as_read(args, mesh)"] * bool(read),
+        f"{INDENT}return step(*args)",
+    ]
+    helpers = [HOSTED] * is_hosted + [READ] * bool(read)
+    return _file(layout, options, said, _Content(run, constants=_read_constants(read), helpers=helpers))
 
 
 def printed(layout: Layout) -> Written:
@@ -120,11 +121,10 @@ def _flat_names(layout: Layout) -> list[str]:
 
 def written_file(layout: Layout, body: Sequence[str], options: Mapping[str, str], said: Sequence[str]) -> str:
     """The file that has the program itself, as `printed` gives its lines."""
-    arguments = _flat_names(layout)
     program = [
-        f"def written(mesh, {', '.join(arguments)}):" if len(arguments) < 4 else "def written(",
-        *([] if len(arguments) < 4 else [f"{INDENT}{a}," for a in ("mesh", *arguments)]),
-        *([] if len(arguments) < 4 else ["):"]),
+        "def written(",
+        *(f"{INDENT}{name}," for name in ("mesh", *_flat_names(layout))),
+        "):",
         f'{INDENT}"""`{layout.step}` of flat arguments, with its gradients, on the mesh."""',
         "",
         f"{INDENT}def constrained(x, spec):",
@@ -133,21 +133,32 @@ def written_file(layout: Layout, body: Sequence[str], options: Mapping[str, str]
         *(part for line in body for part in _indented(line)),
         "",
     ]
-    lines = [
+    run = [
         "def run(*args):",
         f"{INDENT}return jax.tree.unflatten(jax.tree.structure(result), written(mesh, *jax.tree.leaves(args)))",
     ]
     use = "; here it only gives the structure of the result"
-    return _file(
-        layout,
-        options,
-        said,
-        lines,
-        use,
-        [],
-        ["\n".join(program)],
-        "import jax.numpy as jnp\nfrom jax import lax\n",
-    )
+    imports = "import jax.numpy as jnp\nfrom jax import lax\n"
+    return _file(layout, options, said, _Content(run, use, [], ["\n".join(program)], imports))
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """The parts in which the two forms differ.
+
+    Attributes:
+      run: the lines of the function that is jitted.
+      use: a clause on the argument `step`.
+      constants: further assignments.
+      helpers: further functions.
+      imports: further imports.
+    """
+
+    run: Sequence[str]
+    use: str = ""
+    constants: Sequence[str] = ()
+    helpers: Sequence[str] = ()
+    imports: str = ""
 
 
 HOSTED = '''def on_device(args):
@@ -175,41 +186,30 @@ def _indented(line: str) -> list[str]:
     return source.broken(bare, INDENT + line[: len(line) - len(bare)])
 
 
-def _read_constant(read: Mapping[str, Mapping[str, PartitionSpec]]) -> str:
-    entries = {
-        name: {path: source.text(spec) for path, spec in paths.items()} for name, paths in read.items()
-    }
-    return source.dictionary("READ", entries)
+def _read_constants(read: Mapping[str, Mapping[str, PartitionSpec]]) -> list[str]:
+    texts = {name: {path: source.text(spec) for path, spec in specs.items()} for name, specs in read.items()}
+    return [source.dictionary("READ", texts)] if read else []
 
 
-def _file(
-    layout: Layout,
-    options: Mapping[str, str],
-    said: Sequence[str],
-    run: Sequence[str],
-    use: str,
-    further: Sequence[str],
-    helpers: Sequence[str],
-    imports: str,
-) -> str:
+def _file(layout: Layout, options: Mapping[str, str], said: Sequence[str], content: _Content) -> str:
     names = ", ".join(map(source.quoted, layout.names))
     assigned = [
         constants(layout.mesh, layout.trees),
         f"ARGUMENTS = ({names}{',' * (len(layout.names) == 1)})",
-        *further,
+        *content.constants,
         source.dictionary("GPU_OPTIONS", {key: source.quoted(value) for key, value in options.items()}),
     ]
-    definition = "\n".join(f"{INDENT}{line}" for line in run)
+    definition = "\n".join(f"{INDENT}{line}" for line in content.run)
     name = source.quoted(identifier(layout.step))
     text = SHARDED.format(
         step=layout.step,
-        use=use,
+        use=content.use,
         run=f"\n{definition}\n\n{INDENT}run.__name__ = {name}",
         outputs=_outputs(layout),
         donated=source.text(layout.donated),
     )
-    head = [docstring(said), IMPORTS.format(imports), "\n".join(assigned)]
-    return "\n\n".join(head) + "\n\n\n" + "\n\n".join([FUNCTIONS, *helpers, text])
+    head = [docstring(said), IMPORTS.format(content.imports), "\n".join(assigned)]
+    return "\n\n".join(head) + "\n\n\n" + "\n\n".join([FUNCTIONS, *content.helpers, text])
 
 
 def _outputs(layout: Layout) -> str:

@@ -167,7 +167,7 @@ def test_the_command_line_writes_the_file_and_says_its_form(folder, capsys):
     with jax.enable_x64(True):
         out = folder / "by_command.py"
         argv = ["eject", f"{folder}/train.py:target", f"{folder}/plan.json"]
-        assert cli.main([*argv, "-o", str(out)]) == 0
+        assert cli.main([*argv, "-o", str(out), "--verify", "never"]) == 0
         assert f"saved {out}: the written form, not compiled" in capsys.readouterr().out
         assert cli.main([*argv, "--only", "shardings"]) == 0
     compile(out.read_text(), str(out), "exec")
@@ -188,6 +188,43 @@ def test_a_step_that_cannot_be_printed_is_wrapped_and_says_so():
     assert "pure_callback" in difference
     assert "test_eject.py" in difference
     assert difference[:40] in made.text
+
+
+def test_a_wrapper_says_the_decisions_that_it_has_no_place_for(folder):
+    step, args = definitions()
+    with jax.enable_x64(True):
+        plan = autoshard.search(step, *args, cluster="8xCPU", mesh=(8,), microbatches=2, verify="never")
+        made = autoshard.eject(step, *args, plan=plan, form="wrapper")
+    assert made.differences == ("the plan goes through the batch in 2 microbatches",)
+    assert (made.exit_status, made.verdict) == (1, "the wrapper form, which differs from the plan's program")
+    assert "  * the plan goes through the batch in 2 microbatches" in made.text
+
+
+def test_a_partly_donated_argument_is_not_donated_and_said():
+    def step(state, x):
+        return {"w": state["w"] - x.mean() * state["table"]}
+
+    w = jax.ShapeDtypeStruct((16, 8), "float32")
+    args = {"w": w, "table": w}, jax.ShapeDtypeStruct((16, 8), "float32")
+    plan = autoshard.search(step, *args, cluster="8xCPU", state="state['w']", verify="never")
+    made = autoshard.eject(step, *args, plan=plan, state="state['w']", form="written")
+    assert "donate_argnums=()," in made.text
+    assert made.differences[0].startswith("the plan's program donates some arrays of state, and `jax.jit`")
+
+
+def test_a_program_per_stage_is_refused_with_a_remedy():
+    args = jax.ShapeDtypeStruct((2, 16, 16), "float32"), jax.ShapeDtypeStruct((16, 16), "float32")
+
+    def step(w, x):
+        def loss(w):
+            return jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+
+        return w - jax.grad(loss)(w)
+
+    stages = {"stages": 2, "microbatches": 2, "executor": "mpmd", "verify": "never"}
+    plan = autoshard.search(step, *args, cluster="8xCPU", **stages)
+    with pytest.raises(autoshard.InputError, match='executor="spmd"'):
+        autoshard.eject(step, *args, plan=plan)
 
 
 def test_objects_among_the_arguments_are_refused_with_a_remedy():
