@@ -17,6 +17,7 @@ from autoshard.cost_model.xla.compiler import can_compile_for, check, options_fo
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.cost_model.xla.plugin import is_there
 from autoshard.cost_model.xla.process import Compiler
+from autoshard.ejection.inside import constraints
 from autoshard.ejection.layout import Layout, arguments
 from autoshard.ejection.proof import FLAGS, Beside, Oracle, loaded
 from autoshard.ejection.shardings_file import shardings_file
@@ -160,7 +161,8 @@ class Ejection:
         is_one = isinstance(self.found, SearchResult)
         read = _read(self.found.step, self.found.sharding, layout) if is_one else {}
         file = partial(wrapper_file, layout, read, self.gpu_options)
-        draft = _Draft(WRAPPER, file, WRAPPER_FORM, (*unsaid, *_inner_decisions(self.plan)))
+        inside = constraints(self.found.step, self.found.sharding) if is_one else []
+        draft = _Draft(WRAPPER, file, WRAPPER_FORM, (*unsaid, *_inner_decisions(self.plan)), tuple(inside))
         return self._judged(draft, layout, oracle)
 
     def _judged(self, draft: "_Draft", layout: Layout, oracle: Oracle | None) -> Ejected:
@@ -173,7 +175,7 @@ class Ejection:
             f"`{layout.step}` on {self.cluster.name}, a mesh of {mesh} devices.",
             usage(layout),
             draft.sentence,
-            _listed(differences) if differences else self._judgement(beside),
+            *(_remedies(differences, draft.inside) if differences else [self._judgement(beside)]),
             f"Ejected by autoshard from the plan with the fingerprint {self.plan.fingerprint}.",
         )
         return Ejected(draft.file(said), draft.form, differences, beside)
@@ -233,16 +235,27 @@ class _Draft:
       file: makes its text from the paragraphs of its docstring.
       sentence: a paragraph on its form.
       differences: those that are known without the compiler.
+      inside: the plan's shardings of values inside, which the file does not impose.
     """
 
     form: str
     file: Callable[[Sequence[str]], str]
     sentence: str
     differences: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
 
 
-def _listed(differences: Sequence[str]) -> str:
-    return "\n".join(["It differs from the plan's program:", "", *(f"  * {one}" for one in differences)])
+def _remedies(differences: Sequence[str], inside: Sequence[str]) -> Iterator[str]:
+    """Paragraphs on the differences, and on constraints that the user may write into the step."""
+    yield _listed("It differs from the plan's program:", differences)
+    if inside:
+        yield _listed(
+            "In the plan, the step's products lie so; `with_sharding_constraint` there comes nearer:", inside
+        )
+
+
+def _listed(head: str, items: Sequence[str]) -> str:
+    return "\n".join([head, "", *(f"  * {item}" for item in items)])
 
 
 def _donations(layout: Layout) -> Iterator[str]:

@@ -110,7 +110,7 @@ def test_both_forms_give_one_devices_numbers_where_autoshard_is_missing(folder):
         made = ejected(folder, form=form)
         made.save(folder / f"{form}_step.py")
         assert "autoshard" not in made.text.replace("Ejected by autoshard", "")
-        assert (made.form, made.is_compiled) == (form, False)
+        assert (made.form, made.is_compiled, made.differences) == (form, False, ())
     command = [sys.executable, "alone.py", "wrapper_step", "written_step"]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -198,6 +198,7 @@ def test_a_wrapper_says_the_decisions_that_it_has_no_place_for(folder):
     assert made.differences == ("the plan goes through the batch in 2 microbatches",)
     assert (made.exit_status, made.verdict) == (1, "the wrapper form, which differs from the plan's program")
     assert "  * the plan goes through the batch in 2 microbatches" in made.text
+    assert ":8: dot_general float64[12, 64] is P(" in made.text  # a line to constrain by hand
 
 
 def test_a_partly_donated_argument_is_not_donated_and_said():
