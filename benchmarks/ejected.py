@@ -105,9 +105,9 @@ def row(name: str) -> tuple[str, ...]:
     ours, theirs = beside.planned, beside.ejected
     collectives = "=" if ours.collectives == theirs.collectives else "; ".join(ejected.differences) or "near"
     peak = "=" if ours.peak_bytes == theirs.peak_bytes else f"{theirs.peak_bytes / ours.peak_bytes - 1:+.2%}"
-    wrapped = (
-        ejected if ejected.form == "wrapper" else autoshard.eject(case.step, *args, plan=plan, form="wrapper")
-    )
+    differences = ejected.tried
+    if not differences and ejected.form == "written":
+        differences = autoshard.eject(case.step, *args, plan=plan, form="wrapper").differences
     mesh = format_mesh(tuple(plan.shardings[0].mesh.values()))
     return (
         name,
@@ -118,7 +118,7 @@ def row(name: str) -> tuple[str, ...]:
         collectives,
         peak,
         f"{error(case, ejected.text):.1e}",
-        "=" if not wrapped.differences else "; ".join(wrapped.differences),
+        "; ".join(differences) or "=",
     )
 
 

@@ -17,6 +17,7 @@ from autoshard.cost_model.xla.compiler import can_compile_for, check, options_fo
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.cost_model.xla.plugin import is_there
 from autoshard.cost_model.xla.process import Compiler
+from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.ejection.inside import constraints
 from autoshard.ejection.layout import Layout, arguments
 from autoshard.ejection.proof import FLAGS, Beside, Oracle, loaded
@@ -44,6 +45,11 @@ WRITTEN_FORM = (
     "names the sharding of a value."
 )
 
+TRIED = "`jax.jit` of the function for one device with these shardings alone differs:"
+
+Compare = Callable[[str], Beside]
+"""Compiles the step of a file's text beside the plan's program."""
+
 DIFFERS = 1
 """Exit status if the file's step is not the plan's program."""
 
@@ -58,12 +64,14 @@ class Ejected:
         `shardings`, the arguments' specs alone.
       differences: what the file's step does otherwise than the plan's program, a sentence each.
       beside: the plan's program and the file's step, as XLA's GPU compiler has compiled them; None if it was not asked.
+      tried: the differences of the wrapper, if it was compiled and not taken.
     """
 
     text: str
     form: str
     differences: tuple[str, ...] = ()
     beside: Beside | None = None
+    tried: tuple[str, ...] = ()
 
     @property
     def is_compiled(self) -> bool:
@@ -140,34 +148,40 @@ class Ejection:
           InputError: the written form is asked for, and an equation has no source.
         """
         layout = Layout.of(self.program, self.names)
+        compare = None if oracle is None else self._comparison(oracle)
         if form == WRAPPER:
-            return self._wrapper(layout, oracle)
-        if form is None and oracle is not None and not list(_inner_decisions(self.plan)):
-            wrapper = self._wrapper(layout, oracle)
+            return self._wrapper(layout, compare)
+        tried: tuple[str, ...] = ()
+        if form is None and compare is not None and not list(_inner_decisions(self.plan)):
+            wrapper = self._wrapper(layout, compare)
             if not wrapper.differences:
                 return wrapper
+            tried = wrapper.differences
         program = printed(layout)
         if not program.fault:
-            return self._written(layout, program, oracle)
+            return self._written(layout, program, compare, tried)
         if form == WRITTEN:
             raise InputError(f"the plan's program cannot be written: {program.fault}. Take form={WRAPPER!r}")
-        return self._wrapper(layout, oracle, f"the plan's program cannot be written: {program.fault}")
+        return self._wrapper(layout, compare, f"the plan's program cannot be written: {program.fault}")
 
-    def _written(self, layout: Layout, program: Written, oracle: Oracle | None) -> Ejected:
+    def _written(
+        self, layout: Layout, program: Written, compare: Compare | None, tried: Sequence[str]
+    ) -> Ejected:
         file = partial(written_file, layout, program.lines, self.gpu_options)
-        return self._judged(_Draft(WRITTEN, file, WRITTEN_FORM), layout, oracle)
+        draft = _Draft(WRITTEN, file, WRITTEN_FORM, tried=tuple(tried))
+        return self._judged(draft, layout, compare)
 
-    def _wrapper(self, layout: Layout, oracle: Oracle | None, *unsaid: str) -> Ejected:
+    def _wrapper(self, layout: Layout, compare: Compare | None, *unsaid: str) -> Ejected:
         is_one = isinstance(self.found, SearchResult)
         read = _read(self.found.step, self.found.sharding, layout) if is_one else {}
         file = partial(wrapper_file, layout, read, self.gpu_options)
         inside = constraints(self.found.step, self.found.sharding) if is_one else []
-        draft = _Draft(WRAPPER, file, WRAPPER_FORM, (*unsaid, *_inner_decisions(self.plan)), tuple(inside))
-        return self._judged(draft, layout, oracle)
+        unplaced = (*unsaid, *_inner_decisions(self.plan))
+        return self._judged(_Draft(WRAPPER, file, WRAPPER_FORM, unplaced, tuple(inside)), layout, compare)
 
-    def _judged(self, draft: "_Draft", layout: Layout, oracle: Oracle | None) -> Ejected:
+    def _judged(self, draft: "_Draft", layout: Layout, compare: Compare | None) -> Ejected:
         """A file whose docstring says how it differs from the plan's program."""
-        beside = None if oracle is None else self._beside(oracle, draft.file([]))
+        beside = None if compare is None else compare(draft.file([]))
         compiled = () if beside is None else beside.differences
         differences = (*draft.differences, *_donations(layout), *compiled)
         mesh = format_mesh(tuple(layout.mesh.values()))
@@ -175,10 +189,11 @@ class Ejection:
             f"`{layout.step}` on {self.cluster.name}, a mesh of {mesh} devices.",
             usage(layout),
             draft.sentence,
+            *([_listed(TRIED, draft.tried)] if draft.tried else []),
             *(_remedies(differences, draft.inside) if differences else [self._judgement(beside)]),
             f"Ejected by autoshard from the plan with the fingerprint {self.plan.fingerprint}.",
         )
-        return Ejected(draft.file(said), draft.form, differences, beside)
+        return Ejected(draft.file(said), draft.form, differences, beside, draft.tried)
 
     def _judgement(self, beside: Beside | None) -> str:
         """A sentence on a file's step without known differences."""
@@ -189,11 +204,18 @@ class Ejection:
             f"{format_bytes(beside.planned.peak_bytes)} a device."
         )
 
-    def _beside(self, oracle: Oracle, text: str) -> Beside:
-        """The plan's program and a file's step, both compiled."""
-        functions = self.program.fn, loaded(text, self.step, self.program)
-        compiled = oracle.stats([(fn, self.program.args) for fn in functions], self.program.resting_bytes)
-        return Beside(*compiled)
+    def _comparison(self, oracle: Oracle) -> Compare:
+        """A function that compiles a file's step beside the plan's program, which it compiles once."""
+        planned: list[CompiledStats] = []
+
+        def compare(text: str) -> Beside:
+            asked = [self.program.fn] * (not planned) + [loaded(text, self.step, self.program)]
+            programs = [(fn, self.program.args) for fn in asked]
+            *first, ejected = oracle.stats(programs, self.program.resting_bytes)
+            planned.extend(first)
+            return Beside(planned[0], ejected)
+
+        return compare
 
     @property
     def gpu_options(self) -> dict[str, str]:
@@ -236,6 +258,7 @@ class _Draft:
       sentence: a paragraph on its form.
       differences: those that are known without the compiler.
       inside: the plan's shardings of values inside, which the file does not impose.
+      tried: the differences of the wrapper that was not taken.
     """
 
     form: str
@@ -243,6 +266,7 @@ class _Draft:
     sentence: str
     differences: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
 
 
 def _remedies(differences: Sequence[str], inside: Sequence[str]) -> Iterator[str]:
