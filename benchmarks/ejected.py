@@ -21,10 +21,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.cost_model.units import format_mesh
 from tests.zoo import (
+    MOMENTUM,
     Case,
     make_gpt_linen,
     make_gpt_nnx,
@@ -34,7 +36,6 @@ from tests.zoo import (
     make_mlp,
     make_moe,
     make_resnet,
-    make_vit,
 )
 
 CLUSTER = "8xH100-80GB"
@@ -42,7 +43,18 @@ NUM_STEPS = 2
 TIGHT = 0.7
 """The cap of a plan that has to save memory, as a share of the peak of a plan without a cap."""
 
-SMALL: Mapping[str, Any] = MappingProxyType({"hidden": 128, "heads": 8, "vocab": 256, "seq": 64, "batch": 32})
+SEARCH_S = 2.0
+"""Processor seconds for the solver: a good plan is enough."""
+
+SMALL = {"hidden": 128, "heads": 8, "vocab": 256, "seq": 32, "batch": 32}
+GPT = {**SMALL, "num_layers": 1, "optimizer": MOMENTUM}
+SCAN = {**SMALL, "num_layers": 2, "optimizer": MOMENTUM}
+ONE_LAYER = {"num_layers": 1, "optimizer": MOMENTUM}
+WIDE = {"widths": (256, 1024, 1024, 256), "batch": 512}
+
+LINE, GRID = {"mesh": (8,)}, {"mesh": (2, 4)}
+SPLIT = {"pin": {"batch": P("data")}}
+"""Small steps are fastest replicated; examples on all devices make them what large ones are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +68,39 @@ class Row:
     is_tight: bool = False
 
 
-WIDE = {"widths": (256, 1024, 1024, 256), "batch": 512}
 ROWS: Mapping[str, Row] = MappingProxyType(
     {
-        "mlp": Row(make_mlp, "plain JAX, unrolled", WIDE, {"mesh": (2, 4)}),
+        "mlp": Row(make_mlp, "plain JAX, unrolled", WIDE, GRID),
+        "mlp, data": Row(make_mlp, "plain JAX, unrolled", WIDE, LINE | SPLIT),
         "mlp, hosted": Row(
-            make_mlp, "optimizer state on the host", WIDE, {"offload": ("optimizer_state",), "mesh": (8,)}
+            make_mlp, "optimizer state on the host", WIDE, LINE | {"offload": ("optimizer_state",)}
         ),
-        "linen": Row(make_gpt_linen, "Linen, unrolled", SMALL, {"mesh": (2, 4)}),
-        "linen, tight": Row(make_gpt_linen, "Linen, recomputed", SMALL, {"mesh": (8,)}, is_tight=True),
-        "linen scan": Row(make_gpt_scan, "Linen, scanned", SMALL, {"mesh": (2, 4)}),
-        "linen scan, tight": Row(
-            make_gpt_scan, "Linen, scanned, recomputed", SMALL, {"mesh": (8,)}, is_tight=True
+        "linen": Row(make_gpt_linen, "Linen, unrolled", GPT, GRID | SPLIT),
+        "linen, tight": Row(make_gpt_linen, "Linen, unrolled, under a cap", GPT, LINE | SPLIT, is_tight=True),
+        "scan": Row(make_gpt_scan, "Linen, scanned", SCAN, GRID | SPLIT),
+        "scan, tight": Row(make_gpt_scan, "Linen, scanned, under a cap", SCAN, LINE | SPLIT, is_tight=True),
+        "scan, checkpoint": Row(
+            make_gpt_scan, "Linen, scanned, `nn.remat`", {**SCAN, "remat": True}, LINE | SPLIT
         ),
-        "linen scan, checkpoint": Row(make_gpt_scan, "Linen, scanned, `nn.remat`", {**SMALL, "remat": True}),
-        "nnx": Row(make_gpt_nnx, "NNX, unrolled", SMALL, {"mesh": (8,)}),
-        "nnx optimizer": Row(
-            make_gpt_nnx_optimizer, "NNX, dropout keys in the state", SMALL, {"mesh": (2, 4)}
+        "nnx": Row(make_gpt_nnx, "NNX, unrolled", {**SMALL, "num_layers": 1}, LINE | SPLIT),
+        "nnx, dropout": Row(
+            make_gpt_nnx_optimizer, "NNX, dropout keys in the state", {**SMALL, "num_layers": 1}, GRID | SPLIT
         ),
-        "llama": Row(make_llama, "plain JAX, grouped heads", {}, {"mesh": (2, 4)}),
+        "llama": Row(make_llama, "plain JAX, grouped heads", ONE_LAYER, GRID | SPLIT),
         "microbatches": Row(
-            make_gpt_scan, "Linen, scanned, 4 microbatches", SMALL, {"microbatches": 4, "mesh": (8,)}
+            make_gpt_scan, "Linen, scanned, 4 microbatches", SCAN, LINE | {"microbatches": 4}
         ),
-        "experts": Row(make_moe, "Linen, routed experts", {}, {"mesh": (2, 4)}),
-        "convolutions": Row(make_resnet, "Linen, running statistics", {}, {"mesh": (8,)}),
-        "patches": Row(make_vit, "Linen, unrolled", {}, {"mesh": (2, 4)}),
+        "experts": Row(make_moe, "Linen, routed experts", ONE_LAYER, GRID | SPLIT),
+        "convolutions": Row(
+            make_resnet,
+            "Linen, running statistics",
+            {"stage_features": (16,), "blocks_per_stage": (1,), "stem": (3, 2)},
+            LINE | SPLIT,
+        ),
         "pipeline": Row(
             make_gpt_scan,
             "one program for 2 stages",
-            SMALL,
+            SCAN,
             {"stages": 2, "executor": "spmd", "microbatches": 4},
         ),
     }
@@ -124,7 +140,7 @@ def row(name: str) -> tuple[str, ...]:
 
 def found(case: Case, args: tuple[Any, ...], one: Row) -> autoshard.Plan:
     """The model's plan; a tight one has a cap of a share of the peak without a cap."""
-    asked = {"cluster": CLUSTER, "verify": "never", **one.options}
+    asked = {"cluster": CLUSTER, "verify": "never", "time_limit_s": SEARCH_S, **one.options}
     plan = autoshard.search(case.step, *args, **asked)
     if not one.is_tight:
         return plan

@@ -263,13 +263,26 @@ def test_other_collectives_and_another_peak_are_said_with_both_sizes():
 
 
 @pytest.mark.compiler
-def test_on_gpus_the_form_that_compiles_to_the_plans_program_is_taken():
+@pytest.mark.parametrize(
+    ("form", "mesh", "pins"),
+    [
+        ("wrapper", (8,), {"w": jax.P(), "x": jax.P("data")}),
+        ("written", (2, 4), {"w": jax.P("data", "model"), "x": jax.P("data")}),
+    ],
+)
+def test_on_gpus_the_form_that_compiles_to_the_plans_program_is_taken(form, mesh, pins):
     def step(w, x):
-        return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        def loss(w):
+            hidden = jnp.tanh(x @ w[0])
+            return jnp.mean((hidden @ w[1]) ** 2)
 
-    args = jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((4096, 512), "float32")
-    pins = {"w": jax.P(), "x": jax.P("data")}
-    plan = autoshard.search(step, *args, cluster="8xH100-80GB", mesh=(8,), pin=pins, verify="never")
+        return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss)(w))
+
+    w = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    args = [w, w], jax.ShapeDtypeStruct((4096, 1024), "float32")
+    plan = autoshard.search(step, *args, cluster="8xH100-80GB", mesh=mesh, pin=pins, verify="never")
     made = autoshard.eject(step, *args, plan=plan)
-    assert (made.form, made.differences, made.is_compiled) == ("wrapper", (), True)
+    assert (made.form, made.differences, made.is_compiled) == (form, (), True)
+    assert made.beside.planned.collectives == made.beside.ejected.collectives != {}
+    assert bool(made.tried) == (form == "written")
     assert "it has the collectives and the peak memory of the plan's program" in " ".join(made.text.split())
