@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.cost_model.errors import InputError
 from autoshard.executors.jit import Program
+from autoshard.nnx_objects import VariablePath
 from autoshard.search.ir import _jax
 
 
@@ -122,8 +123,14 @@ def _tree(name: str, shardings: Any) -> Tree:
 
 
 def path_text(path: Any) -> str:
-    """A path inside an argument, such as `params/0/kernel`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """A path inside an argument, such as `params/0/kernel`; of an NNX object, as in its `nnx.State`."""
+    keys = (
+        key.slashed
+        if isinstance(key, VariablePath)
+        else jax.tree_util.keystr((key,), simple=True, separator="/")
+        for key in path
+    )
+    return "/".join(keys)
 
 
 def _result(name: str, shardings: Any, program: Program) -> int | Tree:
