@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from autoshard.ejection.source import dtype, sequence, text
+from autoshard.ejection.source import UnwritableError, dtype, sequence, text
 
 Operands = Sequence[str]
 Params = Mapping[str, Any]
@@ -37,7 +37,6 @@ TEMPLATES: Mapping[str, str] = MappingProxyType(
         "max": "jnp.maximum({}, {})",
         "min": "jnp.minimum({}, {})",
         "copy": "jnp.copy({})",
-        "copy_p": "jnp.copy({})",
         "random_unwrap": "jax.random.key_data({})",
         "random_fold_in": "jax.random.fold_in({}, {})",
     }
@@ -85,7 +84,7 @@ def _iota(operands: Operands, params: Params) -> str:
 
 def _reshaped(operands: Operands, params: Params) -> str:
     if params["dimensions"] is not None:
-        raise TypeError("dimensions of a reshape")
+        raise UnwritableError("dimensions of a reshape")
     return f"lax.reshape({operands[0]}, {text(params['new_sizes'])})"
 
 
@@ -137,7 +136,7 @@ def _argument_of_extremum(name: str) -> Callable[[Operands, Params], str]:
 
 def _collective(operands: Operands, params: Params) -> str:
     if params.get("axis_index_groups") is not None:
-        raise TypeError("groups of a collective")
+        raise UnwritableError("groups of a collective")
     inner = operands[0] if len(operands) == 1 else sequence(tuple(operands))
     return f"lax.psum({inner}, {text(tuple(params['axes']))})"
 
@@ -241,14 +240,14 @@ def expression(name: str, operands: Operands, params: Params) -> str:
     """An equation's call.
 
     Raises:
-      TypeError: the primitive has no public function or no line in the tables, or a parameter has no source; says which.
+      UnwritableError: the primitive has no public function and no line in the tables, or a parameter has no source.
     """
     if name in WRITERS:
         return WRITERS[name](operands, params)
     if any(value is not None for key, value in params.items() if key not in IGNORED):
-        raise TypeError("its parameters")
+        raise UnwritableError("its parameters")
     if name in TEMPLATES:
         return TEMPLATES[name].format(*operands)
     if not callable(getattr(jax.lax, name, None)):
-        raise TypeError("the primitive")
+        raise UnwritableError("the primitive")
     return f"lax.{name}({', '.join(operands)})"

@@ -16,11 +16,15 @@ MAX_WIDTH = 100
 """Characters of a line, of which longer ones are broken."""
 
 
+class UnwritableError(Exception):
+    """A part of a program has no source; the printer notes it and goes on."""
+
+
 def text(value: Any) -> str:
     """A value's source, in one line.
 
     Raises:
-      TypeError: a value of its type has no source.
+      UnwritableError: a value of its type has no source.
     """
     if isinstance(value, PartitionSpec):
         return f"P({', '.join(map(text, value))})"
@@ -40,7 +44,7 @@ def text(value: Any) -> str:
         return numbers(repr(value))
     if value is None or isinstance(value, bool | int):
         return repr(value)
-    raise TypeError(f"{type(value).__name__} {value!r:.60}")
+    raise UnwritableError(f"{type(value).__name__} {value!r:.60}")
 
 
 def numbers(text: str) -> str:
@@ -62,10 +66,10 @@ def dtype(value: Any) -> str:
     """A dtype's source.
 
     Raises:
-      TypeError: the dtype is an extended one, such as a key's.
+      UnwritableError: the dtype is an extended one, such as a key's.
     """
     if _jax.is_extended(value):
-        raise TypeError(f"dtype {value}")
+        raise UnwritableError(f"dtype {value}")
     name = np.dtype(value).name
     return f"jnp.{name}_" if name == "bool" else f"jnp.{name}"
 
@@ -126,7 +130,7 @@ def _record(value: Any, fields: tuple[str, ...]) -> str:
 def _home(kind: type) -> str:
     """The public name of a type of `jax.lax`."""
     if getattr(jax.lax, kind.__name__, None) is not kind:
-        raise TypeError(f"{kind.__name__} is not in jax.lax")
+        raise UnwritableError(f"{kind.__name__} is not in jax.lax")
     return f"lax.{kind.__name__}"
 
 

@@ -17,12 +17,16 @@ from jax.sharding import PartitionSpec
 
 from autoshard.ejection import source
 from autoshard.ejection.equations import SEVERAL, TEMPLATES, expression
+from autoshard.ejection.source import UnwritableError
 from autoshard.search.ir import _jax
 
 INDENT = "    "
 
 MAX_CONSTANT = 64
 """Largest number of elements of a constant array that is printed. Source: a choice of ours; a reader skips longer ones."""
+
+MAX_PLAIN = 2**31
+"""Python integers from here on do not adapt to the type of an array: JAX takes them for 32-bit ones."""
 
 _OURS = frozenset({"sharding_constraint", "optimization_barrier"})
 """Primitives that the plan has put in; the user's code has no line for them."""
@@ -77,6 +81,7 @@ class _Printer:
     unwritten: list[str] = field(default_factory=list)
     num_readers: dict[Any, int] = field(default_factory=dict)
     resting: dict[Any, Any] = field(default_factory=dict)
+    borrowed: set[Any] = field(default_factory=set)
     place: str = ""
 
     def function_body(self, jaxpr: Any, arguments: Sequence[str]) -> Iterator[str]:
@@ -85,14 +90,16 @@ class _Printer:
         results = tuple(self.atom(v) for v in _jax.open_jaxpr(jaxpr).outvars)
         yield f"return {source.sequence(results)}"
 
-    def run(self, jaxpr: Any, arguments: Sequence[str]) -> Iterator[str]:
-        """The lines of a body's equations."""
+    def run(self, jaxpr: Any, arguments: Sequence[str], num_borrowed: int = 0) -> Iterator[str]:
+        """The lines of a body's equations. The first arguments may be variables of the function around it, which keep their
+        values."""
         variables, contents = _jax.jaxpr_consts(jaxpr)
         body = _jax.open_jaxpr(jaxpr)
         for v, content in zip(variables, contents, strict=True):
             self.names[v] = self.fresh("constant")
-            yield f"{self.names[v]} = {self.constant(content)}"
+            yield from self.assigned(self.names[v], content)
         self.names.update(zip(body.invars, arguments, strict=True))
+        self.borrowed.update(body.invars[:num_borrowed])
         self.num_readers.update(_num_readers(body))
         for eqn in body.eqns:
             yield from self.comment(eqn)
@@ -124,7 +131,7 @@ class _Printer:
                     yield from self.call(eqn)
                 case _:
                     yield from self.operation(eqn)
-        except TypeError as e:
+        except UnwritableError as e:
             line = _jax.source_line(eqn.source_info)
             self.unwritten.append(f"{name} ({e})" + f" at {line}" * bool(line))
             for v in eqn.outvars:
@@ -144,9 +151,9 @@ class _Printer:
         """A constraint. It keeps the name of a value that nothing else reads, and is left out where an argument rests so."""
         (operand,), (result,) = eqn.invars, eqn.outvars
         name = self.atom(operand)
-        is_only_reader = self.num_readers.get(operand) == 1
-        self.names[result] = name if is_only_reader else self.fresh(f"{name}_resharded")
-        if not is_only_reader or self.resting.get(operand) != eqn.params["sharding"].spec:
+        is_own = not _is_literal(operand) and self.num_readers[operand] == 1 and operand not in self.borrowed
+        self.names[result] = name if is_own else self.fresh(f"{name}_resharded")
+        if not is_own or self.resting.get(operand) != eqn.params["sharding"].spec:
             yield f"{self.names[result]} = {expression(eqn.primitive.name, [name], eqn.params)}"
 
     def operands(self, eqn: Any) -> list[str]:
@@ -160,29 +167,26 @@ class _Printer:
         if not _is_literal(v):
             return self.names[v]
         content = np.asarray(v.val, v.aval.dtype)
-        if not is_typed or content.dtype.kind == "c":
-            return self.constant(content)
+        is_wide = content.dtype.kind in "iu" and not -MAX_PLAIN <= content < MAX_PLAIN
+        if not is_typed or is_wide or content.dtype.kind == "c":
+            return _constant(content)
         plain = source.numbers(str(content[()]))
         return f"({plain})" if plain.startswith("-") else plain
 
-    def constant(self, content: Any) -> str:
-        """The source of a constant array.
-
-        Raises:
-          TypeError: it is too long, or of an extended dtype.
-        """
-        shape = np.shape(content)
-        if np.prod(shape) > MAX_CONSTANT:
-            self.unwritten.append(f"a constant array of shape {shape}")
-            return "unwritten"
-        kind = source.dtype(content.dtype)
-        said = source.numbers(repr(np.asarray(content).tolist()))
-        return f"{kind}({said})" if not shape else f"jnp.array({said}, {kind})"
+    def assigned(self, name: str, content: Any) -> Iterator[str]:
+        """The assignment of a constant array."""
+        try:
+            if np.size(content) > MAX_CONSTANT:
+                raise UnwritableError("it is too long")
+            yield f"{name} = {_constant(content)}"
+        except UnwritableError as e:
+            self.unwritten.append(f"a constant array of shape {np.shape(content)} ({e})")
 
     def call(self, eqn: Any) -> Iterator[str]:
         """A call's body in its place."""
         jaxpr = eqn.params[_jax.CALLS[eqn.primitive.name]]
-        yield from self.run(jaxpr, self.operands(eqn))
+        operands = self.operands(eqn)
+        yield from self.run(jaxpr, operands, len(operands))
         for v, inner in zip(eqn.outvars, _jax.open_jaxpr(jaxpr).outvars, strict=True):
             self.names[v] = self.atom(inner)
 
@@ -195,7 +199,7 @@ class _Printer:
         arguments = [self.fresh("c" if i < num_carry else "x") for i in range(len(inner))]
         carry, xs = arguments[:num_carry], arguments[num_carry:]
         lines = [*_unpacked(carry, carry_name), *_unpacked(xs, xs_name)]
-        lines += self.run(jaxpr, [*operands[:num_consts], *arguments])
+        lines += self.run(jaxpr, [*operands[:num_consts], *arguments], num_consts)
         results = [self.atom(v) for v in _jax.open_jaxpr(jaxpr).outvars]
         lines.append(
             f"return {source.sequence(tuple(results[:num_carry]))}, {source.sequence(tuple(results[num_carry:]))}"
@@ -221,7 +225,7 @@ class _Printer:
         for key, own in zip(("cond_jaxpr", "body_jaxpr"), consts, strict=True):
             name, carry_name = self.fresh(key.removesuffix("_jaxpr")), self.fresh("carry")
             carry = [self.fresh("c") for _ in start]
-            lines = [*_unpacked(carry, carry_name), *self.run(params[key], [*own, *carry])]
+            lines = [*_unpacked(carry, carry_name), *self.run(params[key], [*own, *carry], len(own))]
             results = [self.atom(v) for v in _jax.open_jaxpr(params[key]).outvars]
             lines.append(f"return {results[0] if key == 'cond_jaxpr' else source.sequence(tuple(results))}")
             functions.append(name)
@@ -253,7 +257,7 @@ class _Printer:
 
     def result(self, v: Any, primitive: str) -> str:
         """A new name for a variable; `_` for one that is not read."""
-        if type(v).__name__ == "DropVar":
+        if v not in self.num_readers:
             return "_"
         self.names[v] = self.fresh(primitive)
         return self.names[v]
@@ -270,6 +274,17 @@ def identifier(path: str) -> str:
     """A path or a primitive's name as an identifier."""
     name = re.sub(r"\W+", "_", path).strip("_") or "x"
     return f"{name}_" if keyword.iskeyword(name) else f"x_{name}" if name[0].isdigit() else name
+
+
+def _constant(content: Any) -> str:
+    """The source of a constant array.
+
+    Raises:
+      UnwritableError: it has an extended dtype.
+    """
+    kind = source.dtype(content.dtype)
+    said = source.numbers(repr(np.asarray(content).tolist()))
+    return f"jnp.array({said}, {kind})" if np.shape(content) else f"{kind}({said})"
 
 
 def _num_readers(body: Any) -> Counter[Any]:

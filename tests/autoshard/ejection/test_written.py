@@ -122,6 +122,20 @@ def per_shard(x, n):
     return sums(x), n
 
 
+def closed_over(x, n):
+    """A body constrains a value of the function around it, which others read, too."""
+
+    def body(carry, part):
+        return carry + lax.with_sharding_constraint(x, NamedSharding(devices(), P("data"))).sum() * part, None
+
+    return lax.scan(body, 0.0, x[0])[0], x * 2.0
+
+
+def bits(x, n):
+    word = lax.bitcast_convert_type(x, jnp.uint32)
+    return word ^ jnp.uint32(0xDEADBEEF), word & 7, x.sum() * np.arange(6.0, dtype=np.float32)
+
+
 def gradient(x, n):
     @jax.checkpoint
     def layer(w):
@@ -132,7 +146,21 @@ def gradient(x, n):
 
 @pytest.mark.parametrize(
     "function",
-    [scanned, looped, chosen, random, indexed, sliced, reduced, numbers, tied, per_shard, gradient],
+    [
+        scanned,
+        looped,
+        chosen,
+        random,
+        indexed,
+        sliced,
+        reduced,
+        numbers,
+        tied,
+        per_shard,
+        closed_over,
+        bits,
+        gradient,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_a_printed_program_gives_the_numbers_of_the_traced_one(function):
@@ -166,7 +194,7 @@ def test_an_operation_without_a_public_function_is_named_with_its_line():
 
 def test_a_long_constant_is_not_printed():
     program = printed(lambda x: x.sum() * np.arange(100.0, dtype=np.float32), X)
-    assert program.unwritten == ("a constant array of shape (100,)",)
+    assert program.unwritten == ("a constant array of shape (100,) (it is too long)",)
 
 
 @pytest.mark.parametrize(
