@@ -190,7 +190,7 @@ def test_a_step_that_cannot_be_printed_is_wrapped_and_says_so():
     assert difference[:40] in made.text
 
 
-def test_a_wrapper_says_the_decisions_that_it_has_no_place_for(folder):
+def test_a_wrapper_says_the_decisions_that_it_has_no_place_for(folder, capsys):
     step, args = definitions()
     with jax.enable_x64(True):
         plan = autoshard.search(step, *args, cluster="8xCPU", mesh=(8,), microbatches=2, verify="never")
@@ -199,6 +199,12 @@ def test_a_wrapper_says_the_decisions_that_it_has_no_place_for(folder):
     assert (made.exit_status, made.verdict) == (1, "the wrapper form, which differs from the plan's program")
     assert "  * the plan goes through the batch in 2 microbatches" in made.text
     assert ":8: dot_general float64[12, 64] is P(" in made.text  # a line to constrain by hand
+    plan.save(folder / "parts.json")
+    with jax.enable_x64(True):
+        argv = ["eject", f"{folder}/train.py:target", f"{folder}/parts.json", "--form", "wrapper"]
+        assert cli.main([*argv, "--out", f"{folder}/parts.py"]) == made.exit_status
+    assert "differs: the plan goes through the batch in 2 microbatches\n" in capsys.readouterr().err
+    assert "the plan goes through the batch in 2 microbatches" in (folder / "parts.py").read_text()
 
 
 def test_a_partly_donated_argument_is_not_donated_and_said():
