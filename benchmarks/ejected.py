@@ -116,10 +116,11 @@ def row(name: str) -> tuple[str, ...]:
     args = case.abstract_args()
     plan = found(case, args, one)
     ejected = autoshard.eject(case.step, *args, plan=plan, verify="always")
-    beside = ejected.beside
-    assert beside is not None, "the compiler is not installed"
-    ours, theirs = beside.planned, beside.ejected
-    collectives = "=" if ours.collectives == theirs.collectives else "; ".join(ejected.differences) or "near"
+    ours, theirs = ejected.planned, ejected.compiled
+    assert ours is not None, "the compiler is not installed"
+    assert theirs is not None
+    moved = [c for c in ejected.collectives if c.predicted_bytes != c.compiled_bytes]
+    collectives = "; ".join(f"{c.kind} {c.predicted_bytes} to {c.compiled_bytes} B" for c in moved) or "="
     peak = "=" if ours.peak_bytes == theirs.peak_bytes else f"{theirs.peak_bytes / ours.peak_bytes - 1:+.2%}"
     differences = ejected.tried
     if not differences and ejected.form == "written":

@@ -32,6 +32,7 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.sharding import OperandReshard, StepSharding
 from autoshard.search.ir.spec import partition_spec
 from autoshard.search.plan.plan import Plan
+from autoshard.verification.records import Footprint, Moved
 
 WRAPPER, WRITTEN, SHARDINGS = "wrapper", "written", "shardings"
 """The forms of a file."""
@@ -63,20 +64,24 @@ class Ejected:
       form: `wrapper`, the user's own step, jitted with the plan's shardings; `written`, the plan's program, printed; or
         `shardings`, the arguments' specs alone.
       differences: what the file's step does otherwise than the plan's program, a sentence each.
-      beside: the plan's program and the file's step, as XLA's GPU compiler has compiled them; None if it was not asked.
+      planned: the compiled footprint of the plan's program; None if XLA's GPU compiler was not asked.
+      compiled: the compiled footprint of the file's step; None if the compiler was not asked.
+      collectives: each kind over each set of axes, as compiled: of the plan's program (`predicted`) and of the file's step.
       tried: the differences of the wrapper, if it was compiled and not taken.
     """
 
     text: str
     form: str
     differences: tuple[str, ...] = ()
-    beside: Beside | None = None
+    planned: Footprint | None = None
+    compiled: Footprint | None = None
+    collectives: tuple[Moved, ...] = ()
     tried: tuple[str, ...] = ()
 
     @property
     def is_compiled(self) -> bool:
         """Whether XLA's GPU compiler has compiled both."""
-        return self.beside is not None
+        return self.compiled is not None
 
     @property
     def exit_status(self) -> int:
@@ -193,7 +198,11 @@ class Ejection:
             *(_remedies(differences, draft.inside) if differences else [self._judgement(beside)]),
             f"Ejected by autoshard from the plan with the fingerprint {self.plan.fingerprint}.",
         )
-        return Ejected(draft.file(said), draft.form, differences, beside, draft.tried)
+        ejected = Ejected(draft.file(said), draft.form, differences, tried=draft.tried)
+        if beside is None:
+            return ejected
+        planned, compiled = beside.footprints
+        return replace(ejected, planned=planned, compiled=compiled, collectives=beside.collectives)
 
     def _judgement(self, beside: Beside | None) -> str:
         """A sentence on a file's step without known differences."""

@@ -15,7 +15,7 @@ from autoshard.cost_model.xla.process import Compiler, Job, compile_all_apart
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors.jit import Program
 from autoshard.progress import Progress
-from autoshard.verification.records import Moved
+from autoshard.verification.records import Footprint, Moved
 from autoshard.verification.result import moved_difference
 
 PEAK_SHARE = 0.01
@@ -41,6 +41,12 @@ class Beside:
         )
 
     @property
+    def footprints(self) -> tuple[Footprint, Footprint]:
+        """The memory of the plan's program and of the ejected step."""
+        ours, theirs = map(_footprint, (self.planned, self.ejected))
+        return ours, theirs
+
+    @property
     def differences(self) -> tuple[str, ...]:
         """The differences, a sentence each; none if both are alike."""
         moved = [_worded(c) for c in self.collectives if c.differs]
@@ -53,6 +59,15 @@ class Beside:
         side = "more" if theirs > ours else "less"
         difference = f"{format_bytes(abs(theirs - ours))} {side} than the plan's program"
         return [f"peak memory: {format_bytes(theirs)} a device, {difference}"]
+
+
+def _footprint(stats: CompiledStats) -> Footprint:
+    residents = {
+        "arguments": stats.argument_bytes,
+        "outputs not aliased": stats.fresh_output_bytes,
+        "temporaries": stats.temporary_bytes,
+    }
+    return Footprint(stats.peak_bytes, stats.host_bytes, residents)
 
 
 def _worded(moved: Moved) -> str:
