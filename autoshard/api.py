@@ -1,6 +1,7 @@
-"""The public functions: `parallelize`, `search`, `emit`, `verify` and `choices`."""
+"""The public functions: `parallelize`, `search`, `emit`, `verify`, `eject` and `choices`."""
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypedDict, Unpack, overload
@@ -13,6 +14,7 @@ from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.xla.process import Compiler
+from autoshard.ejection.eject import Ejected, Ejection
 from autoshard.executors.jit import Program
 from autoshard.keywords import told_apart
 from autoshard.options import IN_DOUBT, Options, among
@@ -272,6 +274,100 @@ def verify(
         traced = _traced(call, cluster, own["state"])
         found = lowerings.applied(traced, given, place)
         return lowerings.of(found).verify(verifier, found, bool(own["full"]))
+
+
+@boundary
+def eject(
+    step: Callable[..., Any],
+    /,
+    *abstract_args: Any,
+    plan: str | os.PathLike[str] | Plan,
+    only: str | None = None,
+    form: str | None = None,
+    verify: str = IN_DOUBT,
+    state: Any = None,
+    target_config: str | os.PathLike[str] | None = None,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+    **abstract_kwargs: Any,
+) -> Ejected:
+    """Writes a plan down as plain JAX, in a file that does not import autoshard.
+
+    Args:
+      step: the step that the plan was made for.
+      *abstract_args: the shapes of the step's arguments; by position or by keyword, as for `search`.
+      plan: a plan or its file.
+      only: "shardings" for a dict of the arguments' specs by pytree path; by default the whole step.
+      form: "wrapper", the user's own step jitted with the plan's shardings of arguments and results; or "written", the
+        plan's program, an operation a line. The default is the wrapper if it compiles to the collectives and the peak of
+        the plan's program, and otherwise the written program, if each of its operations has a public function.
+      verify: whether XLA's GPU compiler, without a GPU, compiles the file's step beside the plan's program: "auto" if it is
+        installed, "always" or "never".
+      state: as for `search`.
+      target_config: as for `verify`.
+      timeout_s: seconds for the compiler and each program; by default there is no limit.
+      progress: as for `verify`.
+      **abstract_kwargs: the shapes of arguments that are given by keyword.
+
+    Returns:
+      The file: `.text`, `.save(path)`, and `.differences` from the plan's program.
+
+    Raises:
+      PlanError: the plan is for another step, or decides something impossible.
+      InputError: the step's arguments are not plain pytrees by position, the plan has a program per stage, or the written
+        form is asked for and an operation has no public function.
+      CompilerError: the compiler failed.
+
+    Example:
+      >>> autoshard.eject(train_step, state, batch, plan="plan.json").save("sharded_step.py")  # doctest: +SKIP
+    """
+    call, own = _told_apart(
+        "eject",
+        step,
+        abstract_args,
+        abstract_kwargs,
+        plan=plan,
+        only=only,
+        form=form,
+        verify=verify,
+        state=state,
+        target_config=target_config,
+        timeout_s=timeout_s,
+        progress=progress,
+    )
+    given, place = loaded(own["plan"])
+    hardware = planning.hardware(given, place)
+    compiler = Compiler(judge.target_config_text(own["target_config"]), own["timeout_s"])
+    with narrated(step_name(step), "tracing", own["progress"]) as tell:
+        found = lowerings.applied(_traced(call, hardware, own["state"]), given, place)
+        program = lowerings.of(found).whole(found)
+        if program is None:
+            raise InputError(
+                f"{place} has a program for each stage, which a schedule dispatches: that is no one step in plain JAX. "
+                'Search with executor="spmd", or without stages'
+            )
+        ejection = Ejection(found, program, call.step, _names(call), hardware.groups[0])
+        if own["only"] is not None:
+            return ejection.shardings()
+        if not call.is_as_given:
+            raise InputError(
+                f"{step_name(step)} takes arguments that are no plain pytrees by position (NNX objects, Equinox modules, "
+                "static or keyword arguments). Make it a function of pytrees: nnx.split outside and nnx.merge inside, "
+                'eqx.partition, functools.partial. Or eject its shardings: only="shardings"'
+            )
+        return ejection.whole(own["form"], ejection.oracle(own["verify"], compiler, tell))
+
+
+def _names(call: Call) -> tuple[str, ...]:
+    """A name for each argument of a program: its parameter's, or its number's."""
+    try:
+        parameters = list(inspect.signature(call.step).parameters.values())
+    except (ValueError, TypeError):
+        parameters = []
+    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    count = len(call.args)
+    names = [*plain[:count], *(f"argument_{i}" for i in range(len(plain), count))]
+    return (*names, *sorted(call.kwargs))
 
 
 @boundary

@@ -1,4 +1,4 @@
-"""The command line: `autoshard search`, `verify`, `show`, `report`, `what-if`, `schema`, `clusters` and `calibrate`.
+"""The command line, `autoshard VERB`: search, verify, eject, show, report, what-if, schema, clusters and calibrate.
 
 Results go to stdout; progress, warnings and errors to stderr. `EXIT_STATUSES` has the meaning of each exit status.
 
@@ -79,7 +79,7 @@ def _without_jax(command: str) -> Callable[[argparse.Namespace], int]:
 EXIT_STATUSES = MappingProxyType(
     {
         0: "done",
-        1: "the compiled program fits the memory cap, but differs from the prediction",
+        1: "the compiled program fits the memory cap, but differs from the prediction; or an ejected step from its plan",
         2: "a mistake in the command line, the step or a file; or the compiler failed",
         3: "no plan fits the memory cap, or the given plan does not",
         4: "the plan is damaged, impossible, or for another step",
@@ -200,7 +200,8 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds for each program; default: no limit",
     )
     verify.set_defaults(run=_with_jax("verify"))
-    for command in (search, verify):
+    ejection = _add_eject(subparsers)
+    for command in (search, verify, ejection):
         command.add_argument(
             "--target-config",
             type=Path,
@@ -259,13 +260,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(subparsers)
     _add_calibrate(subparsers)
     what_if = _add_what_if(subparsers)
-    for command in (search, verify, show, what_if):
+    for command in (search, verify, ejection, show, what_if):
         command.add_argument(
             "--state",
             action="append",
             metavar="PATH",
             help="path of an argument that the step returns updated, if results do not make it evident; may be repeated",
         )
+    for command in (search, verify, show):
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -279,6 +281,46 @@ def _add_report(subparsers: Any) -> None:
     command.add_argument("plan", metavar="PLAN", help="a plan's file")
     command.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the page to write")
     command.set_defaults(run=_without_jax("report"))
+
+
+def _add_eject(subparsers: Any) -> Any:
+    command = subparsers.add_parser(
+        "eject",
+        help="write a plan down as plain JAX, which needs no autoshard",
+        epilog=_ending("autoshard eject train.py:target plan.json -o sharded_step.py", 1, 2, 3, 4),
+    )
+    command.add_argument("target", metavar="TARGET", help="as for search")
+    command.add_argument("plan", metavar="PLAN", help="a plan's file, as search --out writes it")
+    command.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help="the file to write; default: print it"
+    )
+    command.add_argument(
+        "--only",
+        choices=["shardings"],
+        help="only a dict of the arguments' PartitionSpecs by pytree path; default: the whole step",
+    )
+    command.add_argument(
+        "--form",
+        choices=["wrapper", "written"],
+        help="wrapper: the step itself, jitted with the plan's shardings; written: the plan's program, an operation a line; "
+        "default: the wrapper if it compiles to the plan's program",
+    )
+    command.add_argument(
+        "--verify",
+        nargs="?",
+        choices=["auto", "always", "never"],
+        const="always",
+        help="compile the step for the GPU, without one, beside the plan's program: always (meant without a value), never, "
+        "or auto: if the compiler is installed; default: auto",
+    )
+    command.add_argument(
+        "--timeout",
+        type=argument_parser.seconds,
+        metavar="S",
+        help="seconds for each program; default: no limit",
+    )
+    command.set_defaults(run=_with_jax("eject"))
+    return command
 
 
 def _add_calibrate(subparsers: Any) -> None:

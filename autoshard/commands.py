@@ -20,7 +20,7 @@ from autoshard.cost_model.errors import InputError, PlanError, first_line
 from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.whole_file import destination, write_whole
-from autoshard.display import shown
+from autoshard.display import say, shown
 from autoshard.no_device import use_no_device as use_no_device
 from autoshard.options import Options, among
 from autoshard.pipelines import are_allowed
@@ -86,6 +86,36 @@ def verify(options: argparse.Namespace) -> int:
             )
     print(json.dumps(proof.to_json(), indent=1) if options.json else proof, flush=True)
     return proof.exit_status
+
+
+def eject(options: argparse.Namespace) -> int:
+    """Writes a plan down as plain JAX."""
+    if options.out is not None:
+        _check_writable(options.out, "--out")
+    api.loaded(options.plan)  # before the target, which may load slowly
+    with shown() as progress, contextlib.redirect_stdout(sys.stderr):
+        progress(f"loading {options.target}")
+        with target(options.target) as (step, args), terminal.native_stdout_dropped():
+            ejected = api.eject(
+                step,
+                *args,
+                plan=options.plan,
+                only=options.only,
+                form=options.form,
+                verify=options.verify,
+                state=options.state,
+                target_config=options.target_config,
+                timeout_s=options.timeout,
+                progress=progress,
+            )
+    for difference in ejected.differences:
+        say(f"differs: {difference}")
+    if options.out is None:
+        print(ejected, end="", flush=True)
+    else:
+        ejected.save(options.out)
+        print(f"saved {options.out}: {ejected.verdict}", flush=True)
+    return ejected.exit_status
 
 
 def show(options: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from autoshard import planning, programs
 from autoshard.cost_model.mixed_cluster import AnyCluster
+from autoshard.executors import jit, spmd
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_program import PipelineProgram
 from autoshard.search.driver import SearchResult
@@ -42,6 +43,7 @@ class Lowering:
       run: the executable; as `emit`, with a callback for new traces and the arguments that are donated besides the state.
       verify: verifies the programs; the flag asks for all of the equal blocks.
       choices: all that a decision of a plan can be: of a step, a plan, the decision's name and the plan's name in messages.
+      whole: the one program of the step, over an abstract mesh; None if there are several.
     """
 
     apply: Callable[[Step, Plan, str], Found]
@@ -49,6 +51,7 @@ class Lowering:
     run: Callable[[Any, AnyCluster, Sequence[Any], Callable[[], None], AbstractSet[int]], Runnable]
     verify: Callable[[CompilerVerifier, Any, bool], Proof]
     choices: Callable[[Step, Plan, str, str], tuple[str, ...]]
+    whole: Callable[[Any], Program | None]
 
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
@@ -59,6 +62,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
             programs.applied,
             CompilerVerifier.verified,
             planning.choices,
+            lambda found: jit.build(found.step, found.sharding, None),
         ),
         MPMD: Lowering(
             planning.as_planned(mpmd_planning.apply),
@@ -66,6 +70,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
             programs.run_per_stage,
             pipeline_judge.verified_per_stage,
             mpmd_planning.choices,
+            lambda found: None,
         ),
         SPMD: Lowering(
             planning.as_planned(spmd_planning.apply),
@@ -73,6 +78,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
             programs.run_for_all,
             pipeline_judge.verified_for_all,
             spmd_planning.choices,
+            lambda found: spmd.build(found.program, found.sharding, found.plan.num_devices),
         ),
     }
 )

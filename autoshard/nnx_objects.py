@@ -14,6 +14,7 @@ An `nnx.State` is an ordinary pytree. Flax is only imported if the user has impo
 """
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Variables:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         """The arrays with their paths."""
-        return [(_Path(p), v) for p, v in zip(self.paths, self.values, strict=True)], self.paths
+        return [(VariablePath(p), v) for p, v in zip(self.paths, self.values, strict=True)], self.paths
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """The arrays."""
@@ -48,13 +49,18 @@ class Variables:
 
 
 @dataclass(frozen=True, slots=True)
-class _Path:
+class VariablePath:
     """A key of a pytree that stands for several attributes."""
 
     path: str
 
     def __str__(self) -> str:
         return self.path
+
+    @property
+    def slashed(self) -> str:
+        """The path as in the `nnx.State` of the object: `blocks/0/kernel/value`."""
+        return "/".join([*re.findall(r"\w+", self.path), "value"])
 
 
 @dataclass(frozen=True, slots=True)

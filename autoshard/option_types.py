@@ -145,10 +145,14 @@ WANTED = MappingProxyType(
             f"verify as {NEVER!r}, {IN_DOUBT!r} or {ALWAYS!r}",
             lambda v: _is_text(v) and v in (NEVER, IN_DOUBT, ALWAYS),
         ),
+        "only": Wanted('only="shardings", or nothing for the whole step', lambda v: v == "shardings"),
+        "form": Wanted(
+            'form as "wrapper" or "written"', lambda v: _is_text(v) and v in ("wrapper", "written")
+        ),
         "full": Wanted("full as True or False", lambda v: isinstance(v, bool | np.bool)),
         "target_config": Wanted("target_config as a text or its file", _is_file),
         "name": Wanted("name as the name of a decision in the plan", _is_text),
         "progress": Wanted("progress as a function that takes a line, such as print", callable),
     }
 )
-"""By option name. `search`, `emit`, `verify` and `choices` share some options of `parallelize`."""
+"""By option name. `search`, `emit`, `verify`, `eject` and `choices` share some options of `parallelize`."""

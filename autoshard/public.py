@@ -5,7 +5,7 @@ whatever module defines it. Clusters are an exception: Pydantic reads what their
 that a class says it comes from.
 """
 
-from autoshard.api import choices, emit, parallelize, search, verify
+from autoshard.api import choices, eject, emit, parallelize, search, verify
 from autoshard.cost_model.cluster import Cluster, Device, Link
 from autoshard.cost_model.errors import (
     AutoshardError,
@@ -16,6 +16,7 @@ from autoshard.cost_model.errors import (
     PlanError,
 )
 from autoshard.cost_model.mixed_cluster import MixedCluster
+from autoshard.ejection.eject import Ejected
 from autoshard.executors.jit import Program
 from autoshard.parallelized import Parallelized
 from autoshard.search.memory.batch_states import NotSplittableError
@@ -53,6 +54,7 @@ __all__ = [
     "Copied",
     "Decisions",
     "Device",
+    "Ejected",
     "Estimates",
     "Extent",
     "Footprint",
@@ -79,6 +81,7 @@ __all__ = [
     "WhatIf",
     "WorkShares",
     "choices",
+    "eject",
     "emit",
     "parallelize",
     "search",

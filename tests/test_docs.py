@@ -33,6 +33,7 @@ PAGES = (
     "guides/several-nodes",
     "guides/verify",
     "guides/report",
+    "guides/eject",
     "guides/notebook",
     "when-it-says-no",
 )
@@ -110,6 +111,7 @@ def test_the_readme_is_short_and_keeps_its_two_commands():
 @pytest.mark.filterwarnings("ignore::autoshard.AutoshardWarning")
 def test_all_snippets_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     variables = {"__name__": "docs"}
     for page in PAGES:
         for snippet in snippets(page):

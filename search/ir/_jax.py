@@ -8,7 +8,7 @@ present in JAX 0.11 and 0.12:
 * `Primitive.bind` and `get_bind_params` re-apply an equation;
 * `scan` says how many of its operands are constants and carries: by `num_consts`/`num_carry` (0.11), or by a
   flat tree of three children, `ft_in` (0.12); `while` and `cond` carry inner jaxprs in their parameters;
-* a jitted function lists its static arguments in `_jit_info`;
+* a jitted function lists its static arguments in `_jit_info`, and is an equation `jit` that holds its shardings;
 * processes that `jax.distributed` has connected share a key-value store, which its client reads and writes;
 * jaxlib copies arrays to other devices shard by shard, by `batched_copy_array_to_devices_with_sharding`, in a tenth of the
   time that `device_put` takes to choose this copy;
@@ -32,6 +32,7 @@ import functools
 import os
 import re
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -96,6 +97,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """The mesh axes that a `shard_map` takes over."""
+    return frozenset(params.get("newly_manual_axes", params.get("manual_axes", ())))
 
 
 def scan_params(
@@ -431,6 +437,32 @@ def only_changes_weakness(eqn: Any) -> bool:
         eqn.primitive is jax.lax.convert_element_type_p
         and params["new_dtype"] == eqn.invars[0].aval.dtype
         and params.get("sharding") is None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JittedCall:
+    """A traced call of a jitted function.
+
+    Attributes:
+      jaxpr: its body; it may be closed, and then holds constants.
+      operands: per argument of the body, the number of the flat argument of the call.
+      out_shardings: per result.
+    """
+
+    jaxpr: Any
+    operands: tuple[int, ...]
+    out_shardings: tuple[Any, ...]
+
+
+def jitted_call(fn: Any, args: Sequence[Any]) -> JittedCall:
+    """Traces a function that does nothing but call a jitted one."""
+    outer = open_jaxpr(jax.make_jaxpr(fn)(*args))
+    (eqn,) = outer.eqns
+    assert list(eqn.outvars) == list(outer.outvars), "a result of the call is not one of the jitted function"
+    numbers = {v: i for i, v in enumerate(outer.invars)}
+    return JittedCall(
+        eqn.params["jaxpr"], tuple(numbers[v] for v in eqn.invars), tuple(eqn.params["out_shardings"])
     )
 
 

@@ -1,0 +1,121 @@
+"""An ejected step beside its plan's program, both compiled for the plan's cluster."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.units import format_bytes
+from autoshard.cost_model.xla import compiler
+from autoshard.cost_model.xla._jax import lower, module_bytes
+from autoshard.cost_model.xla.gpu_targets import AS_PLANNED
+from autoshard.cost_model.xla.process import Compiler, Job, compile_all_apart
+from autoshard.cost_model.xla.stats import CompiledStats
+from autoshard.executors.jit import Program
+from autoshard.progress import Progress
+from autoshard.verification.records import Footprint, Moved
+from autoshard.verification.result import moved_difference
+
+PEAK_SHARE = 0.01
+"""Largest difference of two compiled peaks that does not count, as a share of the plan's. Source: a choice of ours; XLA
+orders equal programs with other names otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The compiled statistics of a plan's program and of an ejected step."""
+
+    planned: CompiledStats
+    ejected: CompiledStats
+
+    @property
+    def collectives(self) -> tuple[Moved, ...]:
+        """Each kind over each set of axes, of the plan's program and of the ejected step."""
+        nothing = (0, 0)
+        ours, theirs = self.planned.collectives, self.ejected.collectives
+        return tuple(
+            Moved(kind, axes, *ours.get((kind, axes), nothing), *theirs.get((kind, axes), nothing))
+            for kind, axes in sorted({**ours, **theirs})
+        )
+
+    @property
+    def footprints(self) -> tuple[Footprint, Footprint]:
+        """The memory of the plan's program and of the ejected step."""
+        ours, theirs = map(_footprint, (self.planned, self.ejected))
+        return ours, theirs
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """The differences, a sentence each; none if both are alike."""
+        moved = [_worded(c) for c in self.collectives if c.differs]
+        return (*moved, *self._peak_difference())
+
+    def _peak_difference(self) -> list[str]:
+        ours, theirs = self.planned.peak_bytes, self.ejected.peak_bytes
+        if abs(theirs - ours) <= PEAK_SHARE * ours:
+            return []
+        side = "more" if theirs > ours else "less"
+        difference = f"{format_bytes(abs(theirs - ours))} {side} than the plan's program"
+        return [f"peak memory: {format_bytes(theirs)} a device, {difference}"]
+
+
+def _footprint(stats: CompiledStats) -> Footprint:
+    residents = {
+        "arguments": stats.argument_bytes,
+        "outputs not aliased": stats.fresh_output_bytes,
+        "temporaries": stats.temporary_bytes,
+    }
+    return Footprint(stats.peak_bytes, stats.host_bytes, residents)
+
+
+def _worded(moved: Moved) -> str:
+    assert moved_difference(moved)
+    return (
+        f"{moved.kind} over {', '.join(moved.axes)}: {format_bytes(moved.compiled_bytes)} a device and step, and the plan's "
+        f"program {format_bytes(moved.predicted_bytes)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """The compiler for the plan's cluster, aimed at the plan's cap.
+
+    Attributes:
+      cluster: the cluster.
+      cap_bytes: the plan's cap.
+      mesh: the size of each mesh axis by name.
+      compiler: how to ask the compiler.
+      progress: called with a line per stage.
+    """
+
+    cluster: Cluster
+    cap_bytes: int
+    mesh: Mapping[str, int]
+    compiler: Compiler
+    progress: Progress
+
+    def stats(self, programs: Sequence[tuple[Any, Sequence[Any]]], resting_bytes: int) -> list[CompiledStats]:
+        """The statistics of jitted functions over an abstract mesh, given with their arguments."""
+        memory_bytes = compiler.memory_for_cap(self.cap_bytes, resting_bytes)
+        jobs = [Job(module_bytes(lower(*program)), self.cluster, memory_bytes) for program in programs]
+        return [
+            CompiledStats.of(one, self.mesh) for one in compile_all_apart(jobs, self.compiler, self.progress)
+        ]
+
+
+FLAGS = " ".join(f"--{name}={value}" for name, value in AS_PLANNED.items())
+"""The compiler's flags of a plan's program."""
+
+
+def loaded(text: str, step: Any, program: Program) -> Any:
+    """The jitted function of an ejected file, over the mesh of a program."""
+    namespace: dict[str, Any] = {"__name__": "ejected"}
+    exec(compile(text, "<ejected>", "exec"), namespace)
+    shapes = jax.tree.map(_without_sharding, program.args)
+    return namespace["sharded"](step, *shapes, mesh=program.mesh)
+
+
+def _without_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)

@@ -1,0 +1,225 @@
+"""The files with a whole step: the wrapper of the user's step, and the written program.
+
+Both define `sharded(step, *args)`, which gives a jitted function, and `placed`, which puts a state on its devices. The
+user's training loop stays as it is: the file imports neither autoshard nor the user's module.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from autoshard.ejection import source
+from autoshard.ejection.layout import Layout, Tree
+from autoshard.ejection.shardings_file import constants, docstring
+from autoshard.ejection.written import INDENT, Written, identifier, written
+
+IMPORTS = """import jax
+{}from jax.sharding import AxisType, NamedSharding, PartitionSpec as P"""
+
+FUNCTIONS = '''def make_mesh(devices=None):
+    """The devices along the axes of `MESH`."""
+    axis_types = (AxisType.Auto,) * len(MESH)
+    return jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=axis_types, devices=devices)
+
+
+def shardings(name, tree, mesh):
+    """The sharding of each array of an argument or a result, from `SPECS` by its path."""
+
+    def sharding(path, _):
+        key = jax.tree_util.keystr(path, simple=True, separator="/")
+        kind = MEMORY_KINDS.get(name, {}).get(key)
+        return NamedSharding(mesh, SPECS[name][key], memory_kind=kind)
+
+    return jax.tree.map_with_path(sharding, tree)
+
+
+def placed(name, tree, mesh):
+    """An argument, put on the devices: `placed("state", state, mesh)`."""
+    return jax.device_put(tree, shardings(name, tree, mesh))
+'''
+
+SHARDED = '''def sharded(step, *args, mesh=None):
+    """The step, jitted for the devices of a mesh.
+
+    Args:
+      step: `{step}`, as it is written for one device{use}.
+      args: its arguments, or their shapes.
+      mesh: by default, of the first devices that JAX sees.
+    """
+    mesh = make_mesh() if mesh is None else mesh
+    inputs = tuple(shardings(name, x, mesh) for name, x in zip(ARGUMENTS, args, strict=True))
+    result = jax.eval_shape(step, *args)
+{run}
+    return jax.jit(
+        run,
+        in_shardings=inputs,
+        out_shardings={outputs},
+        donate_argnums={donated},
+        compiler_options=GPU_OPTIONS if jax.default_backend() == "gpu" else None,
+    )
+'''
+
+
+def usage(layout: Layout) -> str:
+    """The lines of a training loop that use the file."""
+    names = list(layout.names)
+    results = [names[part] if isinstance(part, int) else "metrics" for part in layout.results]
+    placed = [f"{names[i]} = placed({source.quoted(names[i])}, {names[i]}, mesh)" for i in layout.donated]
+    called = f"({', '.join(names)})"
+    lines = [
+        "mesh = make_mesh()",
+        *placed,
+        f"train_step = sharded({', '.join((layout.step, *names))}, mesh=mesh)",
+        f"{', '.join(dict.fromkeys(results))} = train_step{called}",
+    ]
+    return "\n".join(f"{INDENT}{line}" for line in lines)
+
+
+def wrapper_file(
+    layout: Layout,
+    read: Mapping[str, Mapping[str, PartitionSpec]],
+    options: Mapping[str, str],
+    said: Sequence[str],
+) -> str:
+    """The file that jits the user's own step.
+
+    Args:
+      layout: the shardings at the step's border.
+      read: per argument, the specs in which its arrays are read, by path; of those that are not read as they rest.
+      options: the compiler's options on GPUs.
+      said: the paragraphs of the file's docstring.
+    """
+    is_hosted = any(tree.hosted for tree in layout.arguments)
+    run = [
+        "def run(*args):",
+        *[f"{INDENT}args = on_device(args)"] * is_hosted,
+        *[f"{INDENT}args = as_read(args, mesh)"] * bool(read),
+        f"{INDENT}return step(*args)",
+    ]
+    helpers = [HOSTED] * is_hosted + [READ] * bool(read)
+    return _file(layout, options, said, _Content(run, constants=_read_constants(read), helpers=helpers))
+
+
+def printed(layout: Layout) -> Written:
+    """The layout's program, with arguments named by their paths."""
+    resting = [leaf.spec for tree in layout.arguments for leaf in tree.leaves.values()]
+    return written(layout.call, _flat_names(layout), resting)
+
+
+def _flat_names(layout: Layout) -> list[str]:
+    """A name for each flat argument; a number follows on one that came before."""
+    found: dict[str, None] = {}
+    for tree in layout.arguments:
+        for path in tree.leaves:
+            name = identifier(f"{tree.name}/{path}")
+            numbered = (f"{name}_{n}" for n in itertools.count(2))
+            found[name if name not in found else next(n for n in numbered if n not in found)] = None
+    return list(found)
+
+
+def written_file(layout: Layout, body: Sequence[str], options: Mapping[str, str], said: Sequence[str]) -> str:
+    """The file that has the program itself, as `printed` gives its lines."""
+    program = [
+        "def written(",
+        *(f"{INDENT}{name}," for name in ("mesh", *_flat_names(layout))),
+        "):",
+        f'{INDENT}"""`{layout.step}` of flat arguments, with its gradients, on the mesh."""',
+        "",
+        f"{INDENT}def constrained(x, spec):",
+        f"{INDENT * 2}return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))",
+        "",
+        *(part for line in body for part in _indented(line)),
+        "",
+    ]
+    run = [
+        "def run(*args):",
+        f"{INDENT}return jax.tree.unflatten(jax.tree.structure(result), written(mesh, *jax.tree.leaves(args)))",
+    ]
+    use = "; here it only gives the structure of the result"
+    imports = "import jax.numpy as jnp\nfrom jax import lax\n"
+    return _file(layout, options, said, _Content(run, use, [], ["\n".join(program)], imports))
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """The parts in which the two forms differ.
+
+    Attributes:
+      run: the lines of the function that is jitted.
+      use: a clause on the argument `step`.
+      constants: further assignments.
+      helpers: further functions.
+      imports: further imports.
+    """
+
+    run: Sequence[str]
+    use: str = ""
+    constants: Sequence[str] = ()
+    helpers: Sequence[str] = ()
+    imports: str = ""
+
+
+HOSTED = '''def on_device(args):
+    """The arguments in the device's memory."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), args)
+'''
+
+READ = '''def as_read(args, mesh):
+    """The arguments, as `READ` has them where the step reads them first."""
+
+    def constrained(name, tree):
+        def one(path, x):
+            key = jax.tree_util.keystr(path, simple=True, separator="/")
+            spec = READ.get(name, {}).get(key)
+            return x if spec is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+        return jax.tree.map_with_path(one, tree)
+
+    return tuple(constrained(name, x) for name, x in zip(ARGUMENTS, args, strict=True))
+'''
+
+
+def _indented(line: str) -> list[str]:
+    bare = line.lstrip()
+    return source.broken(bare, INDENT + line[: len(line) - len(bare)])
+
+
+def _read_constants(read: Mapping[str, Mapping[str, PartitionSpec]]) -> list[str]:
+    texts = {name: {path: source.text(spec) for path, spec in specs.items()} for name, specs in read.items()}
+    return [source.dictionary("READ", texts)] if read else []
+
+
+def _file(layout: Layout, options: Mapping[str, str], said: Sequence[str], content: _Content) -> str:
+    names = ", ".join(map(source.quoted, layout.names))
+    assigned = [
+        constants(layout.mesh, layout.trees),
+        f"ARGUMENTS = ({names}{',' * (len(layout.names) == 1)})",
+        *content.constants,
+        source.dictionary("GPU_OPTIONS", {key: source.quoted(value) for key, value in options.items()}),
+    ]
+    definition = "\n".join(f"{INDENT}{line}" for line in content.run)
+    name = source.quoted(identifier(layout.step))
+    text = SHARDED.format(
+        step=layout.step,
+        use=content.use,
+        run=f"\n{definition}\n\n{INDENT}run.__name__ = {name}",
+        outputs=_outputs(layout),
+        donated=source.text(layout.donated),
+    )
+    head = [docstring(said), IMPORTS.format(content.imports), "\n".join(assigned)]
+    return "\n\n".join(head) + "\n\n\n" + "\n\n".join([FUNCTIONS, *content.helpers, text])
+
+
+def _outputs(layout: Layout) -> str:
+    """The source of `out_shardings`."""
+    if not layout.is_tuple:
+        return _output(layout.results[0], "result")
+    return source.sequence(tuple(_output(part, f"result[{i}]") for i, part in enumerate(layout.results)))
+
+
+def _output(part: int | Tree, made: str) -> str:
+    return (
+        f"inputs[{part}]" if isinstance(part, int) else f"shardings({source.quoted(part.name)}, {made}, mesh)"
+    )
