@@ -267,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="PATH",
             help="path of an argument that the step returns updated, if results do not make it evident; may be repeated",
         )
-    for command in (search, verify, show):
+    for command in (search, verify, show, what_if):
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 

@@ -25,7 +25,7 @@ from autoshard.ejection.shardings_file import shardings_file
 from autoshard.ejection.whole_files import printed, usage, wrapper_file, written_file
 from autoshard.ejection.written import Written
 from autoshard.executors.jit import Program
-from autoshard.planning import ALWAYS, NEVER
+from autoshard.options import ALWAYS, NEVER
 from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
