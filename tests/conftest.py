@@ -10,6 +10,7 @@ many.
 import gc
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -67,12 +68,17 @@ def pytest_configure(config):
     sys.addaudithook(purity.hear)
 
 
+@cache
+def need_of_room(file: Path) -> str:
+    room, *_ = file.relative_to(Path(__file__).parent).parts
+    return OF_ROOM.get(room, "pure")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if not any(map(item.get_closest_marker, NEEDS)):
-            room, *_ = item.path.relative_to(Path(__file__).parent).parts
-            item.add_marker(OF_ROOM.get(room, "pure"))
+            item.add_marker(need_of_room(item.path))
     if "slow" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]

@@ -273,7 +273,7 @@ def test_a_transformers_stages_on_several_kinds_of_node_gather_nothing_in_each_t
 
 def test_a_stages_programs_hold_and_send_what_is_predicted():
     """Of square weights, and of a batch of which each task reads its part."""
-    case = make_mlp(widths=(1024,) * 9, batch=1024)
+    case = make_mlp(widths=(1024,) * 5, batch=1024)
     options = {"stages": 2, "mesh": (4, 1), "microbatches": 4, "executor": "mpmd", "schedule": "1f1b"}
     plan = autoshard.search(case.step, *case.abstract_args(), cluster="8xH100-80GB", **options)
     assert "fits, as predicted" in str(autoshard.verify(case.step, *case.abstract_args(), plan=plan))

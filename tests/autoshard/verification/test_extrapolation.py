@@ -26,7 +26,7 @@ H100S = parse_cluster("8xH100-80GB")
 CLUSTER = replace(H100S, device=replace(H100S.device, name="CPU"))
 """H100s that hide nothing, as simulated devices: under the cap, state is then split and gathered again."""
 CAP_BYTES = 256 * 2**20
-LAYERS = 12
+LAYERS = 8
 GATHERED = ("all-gather", ("data",))
 
 

@@ -106,7 +106,7 @@ def test_under_a_cap_it_recomputes_and_below_that_says_what_is_nearest():
 
 
 def test_the_faster_executor_is_taken_and_either_can_be_asked_for():
-    asked = {"cluster": CLUSTER, "stages": 2}
+    asked = {"cluster": CLUSTER, "stages": 2, "mesh": (4, 1), "microbatches": 4}
     one, several = (
         autoshard.search(looped, *SHAPES, **asked, executor=name, schedule="gpipe")
         for name in ("spmd", "mpmd")

@@ -128,7 +128,7 @@ def test_what_is_kept_of_a_phase_that_gathers_a_part_beforehand_is_gathered_once
         jax.ShapeDtypeStruct((1 << 14, 1024), jnp.bfloat16),
     )
     cluster = parse_cluster("16xL4")
-    on_mesh = StepProblem.of(trace(read_twice, [w] * 3, x), (), cluster.device).on(cluster, (2, 2, 4))
+    on_mesh = StepProblem.of(trace(read_twice, [w] * 2, x), (), cluster.device).on(cluster, (2, 2, 4))
     costed = on_mesh.memory.costed
     folded, num_kept = costed.graph.folded, 0
     nodes_of = dict[tuple[int, int], dict[ReadPhase, int]]()
