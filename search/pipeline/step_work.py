@@ -25,7 +25,7 @@ one kernel: n = 1. Copies between memories, and what a plan recomputes, are no w
 with later ones of the same graph, so that outside of loops it is not certain that one ends before the weight gradients.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -133,7 +133,7 @@ class StepWork:
     """
 
     device: Device
-    runs: Counter[Kernel]
+    runs: Mapping[Kernel, float]
     again_s: float = 0.0
     _seconds: dict[tuple[int, int], np.ndarray] = field(
         default_factory=dict[tuple[int, int], np.ndarray], init=False, repr=False
@@ -147,11 +147,11 @@ class StepWork:
           on_mesh: the step's problem on any mesh.
           again_s: seconds of the devices together that its plan recomputes.
         """
-        runs = Counter[Kernel]()
+        runs = defaultdict[Kernel, float](float)
         costed = on_mesh.memory.costed
         for kernel, times in _kernels(costed, on_mesh.live_ranges.fusion):
             runs[kernel] += times
-        return cls(costed.device, runs, again_s)
+        return cls(costed.device, dict(runs), again_s)
 
     def passes(self, count: int, size: int = 1) -> Passes:
         """Seconds of the devices together, at least, for the passes of a step.
