@@ -215,6 +215,26 @@ def test_the_tree_stands_for_every_argument_once_and_for_its_bytes():
     assert root.num_bytes == 24 * 1024 * 4096 * 4 // 8 + 4 + 64 * 1024 * 4 // 8
 
 
+def test_arguments_whose_paths_are_no_tree_are_all_there():
+    odd = [
+        "a",
+        "a.b",
+        "a.b['c']",
+        "st['w'].value",
+        "st['w'].value.more",
+        "layer_01['k']",
+        "layer_02['k']",
+        "[",
+        "",
+    ]
+    arguments = {name: ("P()", "float32[8] parameter") for name in odd}
+    found = [leaf for leaf in walk(tree(one_program(arguments))) if leaf.said]
+    assert sum(leaf.copies for leaf in found) == len(odd)
+    text = Read(one_program(arguments).report()).text
+    assert "layer_01" in text
+    assert "layer_02" in text
+
+
 def test_layers_are_one_line_unless_they_differ():
     odd = {**ARGUMENTS, "state.params['block_5']['fc1']": ("P()", "float32[1024,4096] parameter")}
     labels = [node.label for node in walk(tree(one_program(odd)))]
