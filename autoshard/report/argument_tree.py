@@ -6,8 +6,8 @@ more leaves than a page can hold, the largest are shown, and the page says what 
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autoshard.cost_model.units import format_bytes
 from autoshard.report.markup import Html, element, joined
@@ -20,18 +20,23 @@ from autoshard.search.plan.values import PlanValues
 MAX_LEAVES = 500
 """Leaves on a page: each takes about 300 bytes, and a page has at most 300 KB."""
 
+BOX = ".value"
+"""The end of the path of an NNX variable, which says nothing."""
+
+_NUMBER = re.compile(r"\d+")
+
 OPEN = 12
 """A node opens by itself if it has no more children than this, near the root."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Node:
     """An argument, or a subtree of arguments.
 
     Attributes:
       label: its piece of the path; of several alike, with their numbers as ranges.
       said: of an argument: its type, its role and its spec.
-      num_bytes: on one device, of one of those that it stands for; None if a type's size is not known.
+      num_bytes: on one device, of one of those that it stands for; None if no type's size is known.
       count: number of arguments below it, or one.
       copies: number of siblings that it stands for.
       children: the subtree.
@@ -42,23 +47,29 @@ class Node:
     num_bytes: int | None = 0
     count: int = 1
     copies: int = 1
-    children: list["Node"] = field(default_factory=list["Node"])
+    children: tuple["Node", ...] = ()
 
     @property
     def shape(self) -> object:
-        """Equal for nodes that hold the same arguments but for numbers in their paths."""
+        """Equal for nodes that hold the same arguments but for the number in their own label."""
         return self.said or tuple((child.label, child.copies, child.shape) for child in self.children)
 
     @property
-    def leaves(self) -> int:
-        """Leaves that are drawn for it."""
-        return sum(child.leaves for child in self.children) or 1
+    def all_bytes(self) -> int | None:
+        """On one device, of all those that it stands for."""
+        return None if self.num_bytes is None else self.copies * self.num_bytes
+
+
+Branch = dict[str, "Branch | Node"]
+"""Arguments by piece of their path."""
 
 
 def argument_tree(plan: PlanValues) -> Html:
     """The tree, with a field that filters it and a choice of its order."""
     root = tree(plan)
-    left_out = _pruned(root)
+    smallest = sorted(_leaves(root), key=lambda leaf: -(leaf.num_bytes or 0))[MAX_LEAVES:]
+    left_out = sum(leaf.copies for leaf in smallest)
+    root = _without(root, {id(leaf) for leaf in smallest})
     tools = element(
         "form",
         element("label", "Filter", for_="filter"),
@@ -91,82 +102,91 @@ def tree(plan: PlanValues) -> Node:
     """The arguments of a plan, folded."""
     specs = {name: spec for sharding in reversed(plan.shardings) for name, spec in sharding.arguments.items()}
     types = plan.outline.arguments if plan.outline else {}
-    mesh = plan.shardings[0].mesh
-    root = Node("")
+    root: Branch = {}
     for name, spec in specs.items():
-        _insert(root, name, _leaf(types.get(name, ""), spec, mesh))
-    return _folded(root)
+        _insert(root, name, types.get(name, ""), spec, plan.shardings[0].mesh)
+    return _parent("", root)
 
 
-def _leaf(said: str, spec: str, mesh: Mapping[str, int]) -> Node:
+def _insert(root: Branch, name: str, said: str, spec: str, mesh: Mapping[str, int]) -> None:
+    """Puts an argument where its path leads; beside all others if an argument is in its way."""
+    *path, last = pieces(name)
+    branch = root
+    for label in path:
+        below = branch.setdefault(label, {})
+        if isinstance(below, Node):
+            branch, last = root, name
+            break
+        branch = below
+    last = name if last in branch else last
+    (root if last == name else branch)[last] = _leaf(last, said, spec, mesh)
+
+
+def _leaf(label: str, said: str, spec: str, mesh: Mapping[str, int]) -> Node:
     kind, _, role = said.rpartition(" ")
-    return Node("", (kind or "-", role.replace("_", " ") or "-", spec), local_bytes(kind, spec, mesh))
+    return Node(label, (kind or "-", role.replace("_", " ") or "-", spec), local_bytes(kind, spec, mesh))
 
 
-def _insert(root: Node, name: str, leaf: Node) -> None:
-    node, path = root, pieces(name.removesuffix(".value"))
-    for label in path[:-1]:
-        found = next((c for c in node.children[-1:] if c.label == label and not c.said), None)
-        found = found or next((c for c in node.children if c.label == label and not c.said), None)
-        if found is None:
-            found = Node(label)
-            node.children.append(found)
-        node = found
-    leaf.label = path[-1]
-    node.children.append(leaf)
+def _folded(label: str, below: "Branch | Node") -> Node:
+    """A node, and its only child in its place if it has one."""
+    if isinstance(below, Node):
+        return below
+    parent = _parent(label, below)
+    only = parent.children[0]
+    return (
+        replace(only, label=label + only.label) if parent.children == (only,) and only.copies == 1 else parent
+    )
 
 
-def _folded(node: Node) -> Node:
-    """A node whose children that are alike are one; and that has no single child but an argument."""
-    if node.said:
-        return node
-    groups: dict[object, list[Node]] = {}
-    for child in map(_folded, node.children):
-        number = len(re.findall(r"\d+", child.label)) == 1
-        key = (re.sub(r"\d+", "*", child.label), child.shape) if number else (child.label, id(child))
-        groups.setdefault(key, []).append(child)
-    children = [_one(group) for group in groups.values()]
-    sizes = [None if c.num_bytes is None else c.copies * c.num_bytes for c in children]
-    total = None if None in sizes else sum(s for s in sizes if s is not None)
+def _parent(label: str, below: Branch) -> Node:
+    """A node whose children that are alike are one."""
+    alike: dict[object, list[Node]] = {}
+    for child in (_folded(name, part) for name, part in below.items()):
+        alike.setdefault(_kind(child), []).append(child)
+    children = tuple(map(_one, alike.values()))
+    known = [child.all_bytes for child in children if child.all_bytes is not None]
     count = sum(child.copies * child.count for child in children)
-    found = Node(node.label, None, total, count, 1, children)
-    (only,) = children if len(children) == 1 and node.label else (None,)
-    if only is None or only.copies > 1:
-        return found
-    only.label = node.label + only.label
-    return only
+    return Node(label, None, sum(known) if known else None, count, 1, children)
 
 
-def _one(group: list[Node]) -> Node:
+def _kind(node: Node) -> object:
+    """Equal for siblings that are alike: their labels differ in one number, as it is written without zeros before it."""
+    numbers = _NUMBER.findall(node.label)
+    is_numbered = len(numbers) == 1 and numbers[0] == str(int(numbers[0]))
+    return (_NUMBER.sub("*", node.label), node.shape) if is_numbered else node.label
+
+
+def _one(alike: Sequence[Node]) -> Node:
     """One node for several that are alike."""
-    first = group[0]
-    if len(group) > 1:
-        numbers = sorted(int(re.findall(r"\d+", child.label)[0]) for child in group)
-        first.label = re.sub(r"\d+", ranges(numbers), first.label)
-        first.copies = len(group)
-    return first
+    if len(alike) == 1:
+        return alike[0]
+    numbers = sorted(int(_NUMBER.findall(node.label)[0]) for node in alike)
+    return replace(alike[0], label=_NUMBER.sub(ranges(numbers), alike[0].label), copies=len(alike))
 
 
-def _pruned(root: Node) -> int:
-    """Leaves out the smallest arguments of a tree that is too large; returns how many."""
-    leaves = [*_all_leaves(root)]
-    smallest = sorted(leaves, key=lambda pair: -(pair[1].num_bytes or 0))[MAX_LEAVES:]
-    for parent, leaf in smallest:
-        parent.children.remove(leaf)
-    return sum(leaf.copies for _, leaf in smallest)
-
-
-def _all_leaves(node: Node) -> Iterable[tuple[Node, Node]]:
+def _leaves(node: Node) -> Iterator[Node]:
+    if node.said:
+        yield node
     for child in node.children:
-        yield from [(node, child)] if child.said else _all_leaves(child)
+        yield from _leaves(child)
+
+
+def _without(node: Node, left_out: Container[int]) -> Node:
+    """A node without some of its leaves, by identity; its numbers stay those of all."""
+    kept = tuple(_without(child, left_out) for child in node.children if id(child) not in left_out)
+    return replace(node, children=kept) if node.children else node
 
 
 # --- drawing
 
 
 def _drawn(node: Node, is_open: bool) -> Html:
-    label = element("code", node.label, element("small", f" x {node.copies}") if node.copies > 1 else None)
-    num_bytes = None if node.num_bytes is None else node.copies * node.num_bytes
+    label = element(
+        "code",
+        node.label.removesuffix(BOX),
+        element("small", f" x {node.copies}") if node.copies > 1 else None,
+    )
+    num_bytes = node.all_bytes
     size = element("span", "-" if num_bytes is None else format_bytes(num_bytes), class_="number")
     if node.said:
         kind, role, spec = node.said

@@ -53,8 +53,8 @@ def _rank(plan: PlanValues, group: Cluster) -> int:
 
 def _node(title: str, places: list[tuple[str, int]], first: int) -> Html:
     cells = (
-        element("li", str(first + n), class_=f"shade{shade % SHADES}", title=f"device {first + n}: {said}")
-        for n, (said, shade) in enumerate(places)
+        element("li", str(n), class_=f"shade{shade % SHADES}", title=place, aria_label=f"device {n}: {place}")
+        for n, (place, shade) in enumerate(places, first)
     )
     return element("div", element("h3", title), element("ol", *cells), class_="node")
 

@@ -10,7 +10,7 @@ import pytest
 
 from autoshard import cli
 from autoshard.report.argument_tree import Node, tree
-from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.plan import Candidate, Plan
 from autoshard.search.plan.profile import OpTime
 from tests.autoshard.report.plans import ARGUMENTS, COLLECTIVES, OPS, one_program, pipeline, profile
 
@@ -155,6 +155,29 @@ def test_every_collective_op_and_resident_is_there():
     assert [one for one in said if one.replace("_", " ") not in text and one not in text] == []
 
 
+def test_the_certificate_lists_what_was_tried_and_why_it_is_not_the_plan():
+    tried = (
+        Candidate((2, 4), recomputed=7, bound_s=0.0205, step_s=0.021),
+        Candidate((8,), bound_s=0.022),
+        Candidate((4, 2), bound_s=0.019, is_ruled_out=True),
+        Candidate((8,), microbatches=2, bound_s=0.020),
+    )
+    text = Read(replace(one_program(), candidates=tried).report()).text
+    for row in (
+        "2x4 1 7 - 20.5 ms 21 ms the plan",
+        "8 1 - - 22 ms - slower",
+        "4x2 1 - - 19 ms - no faster one fits",
+        "8 2 - - 20 ms - not settled",
+    ):
+        assert row in text
+
+
+def test_each_device_stands_in_its_node_with_its_place_on_the_mesh():
+    read = Read(one_program().report())
+    said = [a["aria-label"] for tag, a in read.tags if tag == "li" and "aria-label" in a]
+    assert said == [f"device {n}: data {n // 4}, model {n % 4}" for n in range(8)]
+
+
 def test_estimates_of_a_plan_that_was_edited_are_left_out():
     plan = one_program()
     (sharding,) = plan.shardings
@@ -190,6 +213,26 @@ def test_the_tree_stands_for_every_argument_once_and_for_its_bytes():
     assert sorted(names(root)) == sorted(ARGUMENTS)
     assert root.count == len(ARGUMENTS)
     assert root.num_bytes == 24 * 1024 * 4096 * 4 // 8 + 4 + 64 * 1024 * 4 // 8
+
+
+def test_arguments_whose_paths_are_no_tree_are_all_there():
+    odd = [
+        "a",
+        "a.b",
+        "a.b['c']",
+        "st['w'].value",
+        "st['w'].value.more",
+        "layer_01['k']",
+        "layer_02['k']",
+        "[",
+        "",
+    ]
+    arguments = {name: ("P()", "float32[8] parameter") for name in odd}
+    found = [leaf for leaf in walk(tree(one_program(arguments))) if leaf.said]
+    assert sum(leaf.copies for leaf in found) == len(odd)
+    text = Read(one_program(arguments).report()).text
+    assert "layer_01" in text
+    assert "layer_02" in text
 
 
 def test_layers_are_one_line_unless_they_differ():

@@ -123,7 +123,7 @@ def load_text(tmp_path, content: str | bytes) -> Plan:
 
 def test_truncation_anywhere_is_a_plan_error(plan, tmp_path):
     text = json.dumps(plan.to_json(), indent=1)
-    for end in range(0, len(text) - 1, 97):
+    for end in range(0, len(text) - 1, 197):
         with pytest.raises(PlanError, match=r"plan\.json is not whole JSON: .* at line \d+, column \d+"):
             load_text(tmp_path, text[:end])
 
@@ -165,7 +165,19 @@ def parent(data, path):
     return data
 
 
+MAY_BE_NONE = (("gap", "gap"), ("outline", "outline"), ("estimates", "profile"), ("candidates", "step_s"))
+"""Not certified; of an earlier version; and a candidate of which no plan was found."""
+
+
+def shortened(data):
+    """A plan's JSON whose lists have two values at most, which stand for all."""
+    if isinstance(data, dict):
+        return {key: shortened(value) for key, value in data.items()}
+    return [shortened(value) for value in data[:2]] if isinstance(data, list) else data
+
+
 def test_every_field_that_is_missing_or_of_another_type_is_named(data):
+    data = shortened(data)
     wrong = [None, True, float("nan"), -1, [[]], {"a": []}, "x"]
     for path in leaves(data):
         if not path:
@@ -176,8 +188,10 @@ def test_every_field_that_is_missing_or_of_another_type_is_named(data):
             parent(damaged, path)[path[-1]] = value
             if isinstance(value, type(was)) and not isinstance(was, int | float | list):
                 continue  # other text may be good text
-            if path in (("gap",), ("outline",)) and value is None:
-                continue  # not certified, and of an earlier version
+            if value is None and (path[0], path[-1]) in MAY_BE_NONE:
+                continue
+            if value is was:
+                continue
             with pytest.raises(PlanError) as caught:
                 Plan.from_json(damaged, "my.json")
             assert "my.json" in str(caught.value)
