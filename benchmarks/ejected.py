@@ -63,8 +63,8 @@ class Row:
 
     make: Callable[..., Case]
     kind: str
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_tight: bool = False
 
 
