@@ -145,6 +145,29 @@ def _permuted(operands: Operands, params: Params) -> str:
     return f"lax.ppermute({operands[0]}, {text(params['axis_name'])}, {text(params['perm'])})"
 
 
+WINDOW = ("window_dimensions", "window_strides", "padding")
+DILATED_WINDOW = (*WINDOW, "base_dilation", "window_dilation")
+
+
+def _windowed(start: str, function: str) -> Callable[[Operands, Params], str]:
+    """A reduction over windows, which JAX knows by its start and its function."""
+
+    def written(operands: Operands, params: Params) -> str:
+        return _keywords("lax.reduce_window", *DILATED_WINDOW)((operands[0], start, function), params)
+
+    return written
+
+
+def _window_gradient(operands: Operands, params: Params) -> str:
+    """The gradient of a maximum or a minimum over windows, which has no function of its own."""
+    start, function = (
+        ("-jnp.inf", "lax.max") if params["select_prim"] is jax.lax.ge_p else ("jnp.inf", "lax.min")
+    )
+    source, operand = operands
+    reduced = _keywords("lax.reduce_window", *WINDOW)(("x", start, function), params)
+    return f"jax.vjp(lambda x: {reduced}, {operand})[1]({source})[0]"
+
+
 def _integer_power(operands: Operands, params: Params) -> str:
     return f"lax.integer_pow({operands[0]}, {params['y']})"
 
@@ -200,6 +223,10 @@ WRITERS: Mapping[str, Callable[[Operands, Params], str]] = MappingProxyType(
         ),
         "reduce_precision": _keywords("lax.reduce_precision", "exponent_bits", "mantissa_bits"),
         "round": _keywords("lax.round", "rounding_method"),
+        "reduce_window_max": _windowed("-jnp.inf", "lax.max"),
+        "reduce_window_min": _windowed("jnp.inf", "lax.min"),
+        "reduce_window_sum": _windowed("0.0", "lax.add"),
+        "select_and_scatter_add": _window_gradient,
         "sort": _keywords("lax.sort", "dimension", "is_stable", "num_keys", variadic=True),
         "top_k": _keywords("lax.top_k", "k", "axis"),
         "argmax": _argument_of_extremum("argmax"),

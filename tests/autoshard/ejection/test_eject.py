@@ -163,6 +163,30 @@ def test_arrays_on_the_host_have_their_memory_kind_and_come_to_the_device():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), made, step(*start))
 
 
+@pytest.mark.parametrize("options", [{"memory": "1.3MiB", "microbatches": 1}, {"microbatches": 4}])
+def test_recomputation_and_microbatches_are_written_out(options):
+    def step(w, x):
+        def loss(w):
+            out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+            return jnp.mean(out**2)
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad, value
+
+    args = jax.ShapeDtypeStruct((4, 64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    asked = {"cluster": "8xCPU", "mesh": (8,), "offload": "never", "verify": "never", **options}
+    plan = autoshard.search(step, *args, **asked)
+    assert plan.retention or plan.microbatches == 4
+    variables = {}
+    exec(autoshard.eject(step, *args, plan=plan, form="written").text, variables)
+    rng = np.random.default_rng(0)
+    start = jax.tree.map(lambda x: rng.standard_normal(x.shape, "float32") / 8, args)
+    made = variables["sharded"](step, *start)(*start)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), made, jax.jit(step)(*start)
+    )
+
+
 def test_the_command_line_writes_the_file_and_says_its_form(folder, capsys):
     with jax.enable_x64(True):
         out = folder / "by_command.py"

@@ -184,6 +184,18 @@ def test_convolutions_and_their_gradients_are_printed():
         np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("start", "function"), [(-jnp.inf, lax.max), (jnp.inf, lax.min), (0.0, lax.add)])
+def test_reductions_over_windows_and_their_gradients_are_printed(start, function):
+    def pooled(image):
+        made = lax.reduce_window(image, start, function, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+        return (made**2).sum()
+
+    value, gradient = run(jax.value_and_grad(pooled), IMAGE)
+    wanted = jax.value_and_grad(pooled)(IMAGE)
+    np.testing.assert_allclose(value, wanted[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, wanted[1], rtol=1e-6)
+
+
 def test_an_operation_without_a_public_function_is_named_with_its_line():
     def calling(x):
         return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
