@@ -5,7 +5,7 @@ whatever module defines it. Clusters are an exception: Pydantic reads what their
 that a class says it comes from.
 """
 
-from autoshard.api import choices, emit, parallelize, search, verify
+from autoshard.api import choices, emit, explain, parallelize, search, verify
 from autoshard.cost_model.cluster import Cluster, Device, Link
 from autoshard.cost_model.errors import (
     AutoshardError,
@@ -20,6 +20,7 @@ from autoshard.executors.jit import Program
 from autoshard.parallelized import Parallelized
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.comparison import Amount, Comparison
+from autoshard.search.plan.explained import Alternative, Change, Estimated, Explanation, MoreMemory
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan, Sharding, Stage, StageEstimates
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
@@ -28,10 +29,12 @@ from autoshard.verification.pipeline_result import PipelineVerification, Program
 from autoshard.verification.result import Copied, Extent, Footprint, Moved, Verification
 
 __all__ = [
+    "Alternative",
     "Amount",
     "AutoshardError",
     "AutoshardWarning",
     "AxisUse",
+    "Change",
     "Cluster",
     "ClusterError",
     "Collective",
@@ -40,13 +43,16 @@ __all__ = [
     "Copied",
     "Decisions",
     "Device",
+    "Estimated",
     "Estimates",
+    "Explanation",
     "Extent",
     "Footprint",
     "InfeasibleError",
     "InputError",
     "Link",
     "MixedCluster",
+    "MoreMemory",
     "Moved",
     "NotSplittableError",
     "Outline",
@@ -64,6 +70,7 @@ __all__ = [
     "WorkShares",
     "choices",
     "emit",
+    "explain",
     "parallelize",
     "search",
     "verify",
