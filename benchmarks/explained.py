@@ -82,10 +82,10 @@ def rows_of(model: str, cluster: Cluster, num_draws: int) -> Iterator[Row]:
     nodes = [n for n, own in enumerate(names) if own[0] in plan.decisions.arguments]
     drawn = random.Random(SEED).sample(nodes, min(MAX_EXPLAINED, len(nodes)))
     answers = [(explain(applied, names[node][0]), names[node]) for node in drawn]
-    answers = sorted(answers, key=lambda one: one[0].reason == TIE)
-    for answer, own in [one for one in answers if one[0].runner_up is not None][:num_draws]:
-        spec = read_partition_spec(answer.runner_up.choice)
-        pinned = _searched(step, cluster, tuple(plan.decisions.mesh.values()), dict.fromkeys(own, spec))
+    known = [(answer, own, answer.runner_up) for answer, own in answers if answer.runner_up is not None]
+    for answer, own, runner_up in sorted(known, key=lambda one: one[0].reason == TIE)[:num_draws]:
+        pins = dict.fromkeys(own, read_partition_spec(runner_up.choice))
+        pinned = _searched(step, cluster, tuple(plan.decisions.mesh.values()), pins)
         found_s = pinned.estimates.step_s - plan.estimates.step_s
         yield Row(model, answer, found_s, (pinned.gap or 0.0) * pinned.estimates.step_s)
 

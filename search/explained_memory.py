@@ -27,9 +27,9 @@ from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, Known, StepProblem
 from autoshard.search.plan.explained import (
     CHEAPER_ELSEWHERE,
-    IMPROVABLE,
     NOT_POSSIBLE,
     TIE,
+    UNCERTAIN,
     Estimated,
     MoreMemory,
 )
@@ -141,7 +141,7 @@ class MemoryPrices:
             return NOT_POSSIBLE
         if abs(more_s) <= RELATIVE_GAP * self._step_s:
             return TIE
-        return CHEAPER_ELSEWHERE if more_s > 0 else IMPROVABLE
+        return CHEAPER_ELSEWHERE if more_s > 0 else UNCERTAIN
 
     def _difference(self, sites: frozenset[Site]) -> tuple[float, int]:
         """Seconds and bytes that other recomputed ops take besides."""

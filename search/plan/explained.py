@@ -23,6 +23,9 @@ CHEAPER_ELSEWHERE, TIE, NOT_POSSIBLE = "cheaper elsewhere", "tie", "not possible
 IMPROVABLE = "improvable"
 """In place of a reason: another choice is faster. So it is after an edit by hand, or if the search ended early."""
 
+UNCERTAIN = "uncertain"
+"""In place of a reason for an estimate by which the contrary is faster and fits: the search knows the peak better."""
+
 MAX_CHANGES = 8
 """Decisions listed as changing with one. Source: a choice of ours; they fit a terminal."""
 
@@ -87,7 +90,7 @@ class Estimated:
       other: what it could do instead.
       more_s: estimated seconds that a step would take longer; negative if it would be faster.
       more_bytes: estimated bytes that a device would hold besides; negative if fewer.
-      reason: one of the three reasons.
+      reason: one of the three reasons, or `uncertain`.
     """
 
     choice: str

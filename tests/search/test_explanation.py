@@ -1,6 +1,7 @@
 """Why a plan decides as it does: prices are those of plans made otherwise, and each reason is the right one."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search import driver, explanation
 from autoshard.search.driver import SearchResult
+from autoshard.search.explained_memory import MemoryPrices
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.ir.trace import trace
@@ -166,3 +168,36 @@ def test_json_has_no_infinity():
 def test_an_unknown_name_is_refused_with_those_near_it():
     with pytest.raises(PlanError, match=r"names no decision of this step. Near it are: .*\bw\b"):
         explanation.explain(found(), "ww")
+
+
+@functools.cache
+def recomputing() -> SearchResult:
+    """A plan of a few layers that must recompute to fit."""
+
+    def train_step(layers, x):
+        def loss(layers):
+            y = x
+            for w in layers:
+                y = jnp.tanh(jnp.sin(y @ w))
+            return jnp.mean(y**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, jax.grad(loss)(layers))
+
+    layers = [jax.ShapeDtypeStruct((256, 256), "float32")] * 3
+    step = trace(train_step, layers, jax.ShapeDtypeStruct((1 << 16, 256), "float32"))
+    free = Options(PLENTY_BYTES, (4,), time_limit_s=1, microbatches=1, offload="never")
+    peak_bytes = driver.find(step, CLUSTER, free).plan.estimates.peak_bytes
+    tight = replace(free, memory_bytes=int(0.9 * peak_bytes))
+    return driver.find(step, CLUSTER, tight)
+
+
+def test_what_is_recomputed_would_take_memory_and_save_time():
+    result = recomputing()
+    answers = [MemoryPrices(result).retention(name) for name in result.plan.retention]
+    assert answers
+    for answer in answers:
+        assert answer is not None
+        assert "recomputed" in answer.choice
+        assert answer.more_bytes >= 0
+        assert answer.more_s <= 0
+    assert max(answer.more_bytes for answer in answers if answer) > 0
