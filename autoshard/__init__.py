@@ -27,6 +27,7 @@ __all__ = [
     "Copied",
     "Decisions",
     "Device",
+    "Difference",
     "Estimated",
     "Estimates",
     "Explanation",

@@ -20,6 +20,7 @@ from autoshard.executors.jit import Program
 from autoshard.parallelized import Parallelized
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.comparison import Amount, Comparison
+from autoshard.search.plan.differences import Difference
 from autoshard.search.plan.explained import Alternative, Change, Estimated, Explanation, MoreMemory
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan, Sharding, Stage, StageEstimates
@@ -43,6 +44,7 @@ __all__ = [
     "Copied",
     "Decisions",
     "Device",
+    "Difference",
     "Estimated",
     "Estimates",
     "Explanation",

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.cost_model.cluster import Cluster
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Site
 from autoshard.search.ir.spec import read_partition_spec
@@ -64,7 +65,7 @@ class MemoryPrices:
         """The price of the contrary for a class of forward ops; None if it holds no residual."""
         sites = frozenset(self._sites.get(name, ()))
         if sites & self.found.problem.waiting:
-            return self._kept_on_device(name, sites)
+            return self._kept_on_device(sites)
         if sites & self.found.problem.sites:
             return self._kept(name, sites)
         return self._recomputed(sites)
@@ -81,7 +82,7 @@ class MemoryPrices:
         more_s = max(VISIBLE_SHARE * copied_s, copied_s - HIDING_SHARE * self._step_s)
         is_forbidden = self._options.get("offload") == "never"
         reason = NOT_POSSIBLE if is_forbidden else self._reason(more_s)
-        other = "to rest on the host" + ", which offload='never' forbids" * is_forbidden
+        other = "to rest on the host" + " (which offload='never' forbids)" * is_forbidden
         return Estimated("it rests on the device", other, more_s, -own_bytes, reason)
 
     def more(self) -> MoreMemory:
@@ -111,10 +112,10 @@ class MemoryPrices:
             return None  # it must stay, or nothing would be freed
         is_forbidden = self._options.get("remat") == "never"
         reason = NOT_POSSIBLE if is_forbidden else self._reason(more_s)
-        other = "to recompute it" + ", which remat='never' forbids" * is_forbidden
+        other = "to recompute it" + " (which remat='never' forbids)" * is_forbidden
         return Estimated("it is kept for the backward phase", other, more_s, more_bytes, reason)
 
-    def _kept_on_device(self, name: str, sites: frozenset[Site]) -> Estimated:
+    def _kept_on_device(self, sites: frozenset[Site]) -> Estimated:
         own = (
             n for part in self._residuals for site, n in part.kept(self.found.problem.sites) if site in sites
         )
@@ -218,7 +219,7 @@ class MemoryPrices:
         return residuals(on_mesh.memory.costed, problem.live_ranges.fusion, labels)
 
     @property
-    def _cluster(self):
+    def _cluster(self) -> Cluster:
         return self.found.on_mesh.memory.costed.resharder.mesh.cluster
 
     @property

@@ -9,6 +9,7 @@ from the others. Of a pipeline, whose stages may have different meshes, an argum
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from autoshard.cost_model.units import format_bytes, format_mesh
 from autoshard.search.plan.values import PlanValues
@@ -16,7 +17,7 @@ from autoshard.search.plan.values import PlanValues
 CHANGED, ADDED, REMOVED = "changed", "added", "removed"
 """The kinds of difference."""
 
-SIGNS = {CHANGED: "~", ADDED: "+", REMOVED: "-"}
+SIGNS = MappingProxyType({CHANGED: "~", ADDED: "+", REMOVED: "-"})
 """The first letter of a difference's line."""
 
 ARGUMENTS = "arguments"
