@@ -1,4 +1,4 @@
-"""The public functions: `parallelize`, `search`, `emit`, `verify`, `eject` and `choices`."""
+"""The public functions: `parallelize`, `search`, `emit`, `verify`, `eject`, `choices` and `explain`."""
 
 import functools
 import inspect
@@ -26,6 +26,7 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import step_name
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
+from autoshard.search.plan.explained import Explanation
 from autoshard.search.plan.plan import Plan
 from autoshard.tracebacks import boundary
 from autoshard.verification import judge
@@ -426,6 +427,48 @@ def choices(
     given, place = loaded(own["plan"])
     traced = _traced(call, planning.hardware(given, place), own["state"])
     return lowerings.choices(traced, given, own["name"], place)
+
+
+@boundary
+def explain(
+    step: Callable[..., Any],
+    /,
+    *abstract_args: Any,
+    plan: str | os.PathLike[str] | Plan,
+    name: str,
+    state: Any = None,
+    **abstract_kwargs: Any,
+) -> Explanation:
+    """Explains one decision of a plan: the best plan with another choice there, its price, and what would change with it.
+
+    Prices are those of plans on the plan's mesh, with its microbatches and with what it recomputes and offloads. How an op
+    is recomputed and where an argument rests are explained by estimates.
+
+    Args:
+      step: the step that the plan was made for.
+      *abstract_args: the shapes of the step's arguments; by position or by keyword, as for `search`.
+      plan: a plan or its file.
+      name: the decision's name in the plan: the path of an argument, such as "params['emb']", or the name of an op.
+      state: as for `search`.
+      **abstract_kwargs: the shapes of arguments that are given by keyword.
+
+    Returns:
+      The explanation, which prints as text: the choice, the runner-up with its price in seconds and bytes, the reason
+      (`cheaper elsewhere`, `tie` or `not possible`), and the worth of 10% more memory.
+
+    Raises:
+      PlanError: the plan is for another step, or has no decision of this name.
+      InfeasibleError: what the plan decides does not fit its memory cap.
+      InputError: the plan is a pipeline's, or the step is given wrong arguments.
+
+    Example:
+      >>> print(autoshard.explain(train_step, state, batch, plan="plan.json", name="state['w']"))  # doctest: +SKIP
+    """
+    options = {"plan": plan, "name": name, "state": state}
+    call, own = _told_apart("explain", step, abstract_args, abstract_kwargs, **options)
+    given, place = _given("explain", own["plan"])
+    traced = _traced(call, planning.hardware(given, place), own["state"])
+    return planning.explained(traced, given, own["name"], place)
 
 
 class Keywords(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""The command line, `autoshard VERB`: search, verify, eject, show, report, what-if, schema, clusters and calibrate.
+"""The command line, `autoshard VERB`: search, verify, eject, show, explain, report, what-if, schema, clusters, calibrate.
 
 Results go to stdout; progress, warnings and errors to stderr. `EXIT_STATUSES` has the meaning of each exit status.
 
@@ -79,7 +79,8 @@ def _without_jax(command: str) -> Callable[[argparse.Namespace], int]:
 EXIT_STATUSES = MappingProxyType(
     {
         0: "done",
-        1: "the compiled program fits the memory cap, but differs from the prediction; or an ejected step from its plan",
+        1: "the compiled program fits the memory cap, but differs from the prediction; an ejected step differs from its "
+        "plan; with --exit-code, plans differ",
         2: "a mistake in the command line, the step or a file; or the compiler failed",
         3: "no plan fits the memory cap, or the given plan does not",
         4: "the plan is damaged, impossible, or for another step",
@@ -211,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     show = subparsers.add_parser(
         "show",
         help="print a saved plan; with its step, price it anew",
-        epilog=_ending("autoshard show plan.json --against other.json", 2, 3, 4),
+        epilog=_ending("autoshard show plan.json --against other.json", 1, 2, 3, 4),
     )
     show.add_argument("plan", metavar="PLAN", help="a plan's file")
     show.add_argument(
@@ -228,6 +229,12 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--against", metavar="PLAN", help="print the differences from this plan of the same step"
     )
+    show.add_argument(
+        "--exit-code", action="store_true", help="with --against: exit with status 1 if the plans differ"
+    )
+    show.add_argument(
+        "--markdown", action="store_true", help="with --against: print Markdown, for a pull request"
+    )
     show.add_argument("--timeline", action="store_true", help="draw a pipeline's schedule over time")
     show.add_argument(
         "--trace",
@@ -236,6 +243,7 @@ def _parser() -> argparse.ArgumentParser:
         help="write a pipeline's schedule as a trace for ui.perfetto.dev",
     )
     show.set_defaults(run=_with_jax("show"))
+    explain = _add_explain(subparsers)
     listing = subparsers.add_parser(
         "clusters",
         help="list the presets, or print a cluster's numbers with their sources",
@@ -260,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(subparsers)
     _add_calibrate(subparsers)
     what_if = _add_what_if(subparsers)
-    for command in (search, verify, ejection, show, what_if):
+    for command in (search, verify, ejection, show, explain, what_if):
         command.add_argument(
             "--state",
             action="append",
@@ -320,6 +328,23 @@ def _add_eject(subparsers: Any) -> Any:
         help="seconds for each program; default: no limit",
     )
     command.set_defaults(run=_with_jax("eject"))
+    return command
+
+
+def _add_explain(subparsers: Any) -> Parser:
+    command = subparsers.add_parser(
+        "explain",
+        help="tell why a plan decides something as it does, and what another choice would cost",
+        epilog=_ending("autoshard explain train.py:target plan.json \"state['params']['up']\"", 2, 3, 4),
+    )
+    command.add_argument("target", metavar="TARGET", help="the plan's step, as for search")
+    command.add_argument("plan", metavar="PLAN", help="a plan's file")
+    command.add_argument(
+        "name",
+        metavar="NAME",
+        help="a decision's name in the plan: the path of an argument, or the name of an op",
+    )
+    command.set_defaults(run=_with_jax("explain"))
     return command
 
 

@@ -34,6 +34,9 @@ from autoshard.sweep.command import swept
 from autoshard.target import target
 from autoshard.verification.judge import target_config_text
 
+PLANS_DIFFER = 1
+"""The exit status of `show --against --exit-code` for plans that differ."""
+
 
 def search(options: argparse.Namespace) -> int:
     """Plans a step."""
@@ -146,6 +149,13 @@ def _read(path: str) -> Plan:
 
 def _check_is_of(plan: Plan, options: argparse.Namespace) -> None:
     """Refuses options that a plan of this kind does not have."""
+    if options.against is None and (options.exit_code or options.markdown):
+        raise InputError(
+            f"--exit-code and --markdown are for a comparison. Name the other plan too: autoshard show {options.plan} "
+            "--against other.json"
+        )
+    if options.json and options.markdown:
+        raise InputError("--json and --markdown are two forms of the same comparison. Keep one of them")
     if not plan.is_pipeline and (options.timeline or options.trace):
         raise InputError(
             f"{options.plan} is a plan of one program: there is no schedule of a pipeline to draw"
@@ -166,6 +176,22 @@ def _check_comparable(plan: Plan, other: Plan, options: argparse.Namespace) -> N
         )
 
 
+def explain(options: argparse.Namespace) -> int:
+    """Prints why a plan decides something as it does."""
+    api.loaded(options.plan)  # before the target, which may load slowly
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        target(options.target) as (step, args),
+        terminal.native_stdout_dropped(),
+    ):
+        explained = functools.partial(
+            api.explain, step, *args, plan=options.plan, name=options.name, state=options.state
+        )
+        found = terminal.interruptible(explained)
+    print(json.dumps(found.to_json(), indent=1) if options.json else found, flush=True)
+    return 0
+
+
 def _priced(options: argparse.Namespace) -> tuple[Plan, Plan | None]:
     """The plan, and the one to compare it with, with new estimates: made of their decisions and the step."""
     paths = [path for path in (options.plan, options.against) if path is not None]
@@ -180,8 +206,13 @@ def _priced(options: argparse.Namespace) -> tuple[Plan, Plan | None]:
 
 def _show_comparison(plan: Plan, other: Plan, options: argparse.Namespace) -> int:
     comparison = plan.compare(other)
-    print(json.dumps(comparison.to_json(), indent=1) if options.json else comparison, flush=True)
-    return 0
+    if options.json:
+        print(json.dumps(comparison.to_json(), indent=1), flush=True)
+    elif options.markdown:
+        print(comparison.to_markdown(), flush=True)
+    else:
+        print(terminal.with_signs_coloured(str(comparison)), flush=True)
+    return PLANS_DIFFER if options.exit_code and plan != other else 0
 
 
 def _show_schedule(plan: Plan, options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Keyword arguments of `search`, `emit`, `verify`, `eject` and `choices`: options, or arguments of the step.
+"""Keyword arguments of `search`, `emit`, `verify`, `eject`, `choices` and `explain`: options, or arguments of the step.
 
 A step's arguments may be given by keyword, and keyword-only ones cannot be given otherwise. Some names are options, too: a
 step may have an argument `state`, as `search` has an option `state=`. The value tells which one is meant. A value of the

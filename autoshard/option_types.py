@@ -155,4 +155,4 @@ WANTED = MappingProxyType(
         "progress": Wanted("progress as a function that takes a line, such as print", callable),
     }
 )
-"""By option name. `search`, `emit`, `verify`, `eject` and `choices` share some options of `parallelize`."""
+"""By option name. `search`, `emit`, `verify`, `eject`, `choices` and `explain` share some options of `parallelize`."""

@@ -17,7 +17,7 @@ from autoshard.cost_model.units import format_bytes, parse_bytes
 from autoshard.cost_model.xla.gpu_targets import NEWEST, compute_capability
 from autoshard.options import Options
 from autoshard.pins import ANYWHERE, Resting, allowed, pinned
-from autoshard.search import driver
+from autoshard.search import driver, explanation
 from autoshard.search.ir._jax_kernels import Target, cudnn_for
 from autoshard.search.ir.factors.attention import RULES as ATTENTION
 from autoshard.search.ir.graph import Op, Step, walk
@@ -26,6 +26,7 @@ from autoshard.search.ir.trace import trace_call
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.options import Options as SearchOptions
 from autoshard.search.plan.argument_paths import near
+from autoshard.search.plan.explained import Explanation
 from autoshard.search.plan.peak_band import compiled_as
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.fingerprint import fingerprint
@@ -326,6 +327,11 @@ def choices(step: Step, plan: Plan, name: str, place: str) -> tuple[str, ...]:
         return driver.choices(step, plan, cluster(plan, place), name, place)
     except InputError as e:
         raise PlanError(str(e)) from e
+
+
+def explained(step: Step, plan: Plan, name: str, place: str) -> Explanation:
+    """Why the plan's decision with this name is as it is."""
+    return explanation.explain(applied(step, plan, place), name, place)
 
 
 def _said_anew(plan: Plan, found: driver.SearchResult, place: str) -> str:

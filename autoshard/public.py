@@ -5,7 +5,7 @@ whatever module defines it. Clusters are an exception: Pydantic reads what their
 that a class says it comes from.
 """
 
-from autoshard.api import choices, eject, emit, parallelize, search, verify
+from autoshard.api import choices, eject, emit, explain, parallelize, search, verify
 from autoshard.cost_model.cluster import Cluster, Device, Link
 from autoshard.cost_model.errors import (
     AutoshardError,
@@ -21,6 +21,8 @@ from autoshard.executors.jit import Program
 from autoshard.parallelized import Parallelized
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.comparison import Amount, Comparison
+from autoshard.search.plan.differences import Difference
+from autoshard.search.plan.explained import Alternative, Change, Estimated, Explanation, MoreMemory
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import (
     Candidate,
@@ -41,11 +43,13 @@ from autoshard.verification.pipeline_result import PipelineVerification, Program
 from autoshard.verification.result import Copied, Extent, Footprint, Moved, Verification
 
 __all__ = [
+    "Alternative",
     "Amount",
     "AutoshardError",
     "AutoshardWarning",
     "AxisUse",
     "Candidate",
+    "Change",
     "Cluster",
     "ClusterError",
     "Collective",
@@ -54,14 +58,18 @@ __all__ = [
     "Copied",
     "Decisions",
     "Device",
+    "Difference",
     "Ejected",
+    "Estimated",
     "Estimates",
+    "Explanation",
     "Extent",
     "Footprint",
     "InfeasibleError",
     "InputError",
     "Link",
     "MixedCluster",
+    "MoreMemory",
     "Moved",
     "NotSplittableError",
     "OpTime",
@@ -83,6 +91,7 @@ __all__ = [
     "choices",
     "eject",
     "emit",
+    "explain",
     "parallelize",
     "search",
     "verify",

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 from autoshard.display import say
@@ -47,6 +48,22 @@ def native_stdout_dropped() -> Iterator[None]:
         os.dup2(kept, 1)
         os.close(kept)
         os.close(nowhere)
+
+
+COLOURS = MappingProxyType({"~": 33, "+": 32, "-": 31})
+"""By the sign of a line, its colour in ANSI's numbers: yellow, green and red."""
+
+
+def with_signs_coloured(text: str) -> str:
+    """Text whose lines with a sign (`~`, `+`, `-`) have its colour, if stdout is a terminal that shows colours and
+    `NO_COLOR` is not set (no-color.org). A line goes on over the indented lines below it."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown"):
+        return text
+    lines, colour = list[str](), None
+    for line in text.split("\n"):
+        colour = colour if line.startswith("   ") and colour else COLOURS.get(line[:1])
+        lines.append(f"\x1b[{colour}m{line}\x1b[0m" if colour else line)
+    return "\n".join(lines)
 
 
 class AbandonedError(KeyboardInterrupt):

@@ -26,6 +26,7 @@ PAGES = (
     "guides/data-loading",
     "guides/evaluation",
     "guides/checkpoints",
+    "guides/explain",
     "guides/plans-by-hand",
     "guides/memory",
     "guides/pipelines",

@@ -1,28 +1,35 @@
-"""Two plans side by side: time, memory, communication, and the arguments that are sharded differently.
+"""Two plans side by side: time, memory, communication, and the decisions that differ.
 
 A plan is judged beside another one, such as one with an expert's pins. Both plan one step, mostly on one cluster, so their
-numbers can be subtracted kind by kind. Equal parts are left out of the text, totals excepted. Arguments that are sharded
-differently are folded as the summary folds them (`search.plan.argument_lines`), each with both of its specs. A spec that
-names an axis is also another one if that axis has another size.
+numbers can be subtracted kind by kind. Equal parts are left out of the text, totals excepted. Decisions are listed by group
+(`search.plan.differences`), each with both of its values and a sign: `~` changed, `+` in this plan only, `-` in the other
+only. Arguments are folded as the summary folds them (`search.plan.argument_lines`).
 """
 
-import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.plan.argument_lines import argument_lines
+from autoshard.search.plan.differences import SIGNS, Difference, differences
 from autoshard.search.plan.edits import is_edited
 from autoshard.search.plan.summary import stage_meshes, time_parts, whole_mesh
-from autoshard.search.plan.text_table import aligned, fitted, plural
+from autoshard.search.plan.text_table import aligned, fitted, more_of, plural
 from autoshard.search.plan.values import Collective, PlanValues
 
 LEAST_SHARE = 1e-3
 """Of a total, by how much a part must differ to be shown. Source: a choice of ours."""
 
 ABSENT = "-"
-"""In place of the spec of an argument that a plan does not have."""
+"""In place of a decision that a plan does not have."""
+
+BAR = "\\|"
+"""A bar inside a cell of a Markdown table."""
+
+MAX_DECISIONS = 8
+"""Decisions of one group that the text lists. Source: a choice of ours; Markdown and JSON list all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class Comparison[Kind: PlanValues]:
       memory: bytes per device at the peak, by kind; the first is the peak.
       collectives: seconds by kind and axes, with sizes where plans have axes of one name but not of one size.
       num_bytes: bytes per device of collectives, by kind and axes.
-      arguments: by pytree path, both specs of those that are sharded differently.
+      decisions: all that the plans decide differently, group by group.
     """
 
     plan: Kind
@@ -65,7 +72,13 @@ class Comparison[Kind: PlanValues]:
     memory: tuple[Amount, ...]
     collectives: tuple[Amount, ...]
     num_bytes: tuple[Amount, ...]
-    arguments: Mapping[str, tuple[str, str]]
+    decisions: tuple[Difference, ...]
+
+    @property
+    def arguments(self) -> dict[str, tuple[str, str]]:
+        """By pytree path, both specs of the arguments that are sharded differently."""
+        found = [one for one in self.decisions if one.is_argument]
+        return {one.name: (one.this or ABSENT, one.other or ABSENT) for one in found}
 
     @classmethod
     def of(cls, plan: Kind, against: Kind) -> Self:
@@ -86,7 +99,7 @@ class Comparison[Kind: PlanValues]:
             amounts(lambda p: p.estimates.residents if has_residents else {}, peak),
             amounts(lambda p: _collectives(p, lambda c: c.seconds)),
             amounts(lambda p: _collectives(p, lambda c: float(c.bytes))),
-            _lying_otherwise(plan, against),
+            differences(plan, against),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -102,7 +115,26 @@ class Comparison[Kind: PlanValues]:
             "collective_seconds": told(self.collectives),
             "collective_bytes": told(self.num_bytes),
             "arguments": {path: list(specs) for path, specs in self.arguments.items()},
+            "decisions": [
+                {"group": d.group, "name": d.name, "kind": d.kind, "this": d.this, "other": d.other}
+                for d in self.decisions
+            ],
         }
+
+    def to_markdown(self) -> str:
+        """The comparison in Markdown, for a pull request: the numbers, and a folded table for each group of decisions."""
+        groups: dict[str, list[Difference]] = {}
+        for one in self.decisions:
+            groups.setdefault(one.group, []).append(one)
+        parts = [
+            [f"**{incomparable(self.plan, self.against) or _verdict(*_step_times(self))}**"],
+            _markdown_table("time per step", self.time, format_seconds),
+            _markdown_table("memory at the peak, per device", self.memory, format_bytes),
+            _markdown_table("collectives, by time", self.collectives, format_seconds, self.time[0]),
+            *(_markdown_group(group, members) for group, members in groups.items()),
+            [] if groups else ["", "The plans decide alike."],
+        ]
+        return "\n".join(line for lines in parts for line in lines)
 
     def __str__(self) -> str:
         parts = [
@@ -111,7 +143,7 @@ class Comparison[Kind: PlanValues]:
             _table("memory at the peak, per device", self.memory, format_bytes),
             _table("collectives, by time", self.collectives, format_seconds, self.time[0]),
             _table("collectives, by bytes per device", self.num_bytes, format_bytes),
-            _arguments(self.arguments),
+            _decisions(self.decisions),
         ]
         return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
@@ -133,36 +165,6 @@ def _moved(plan: PlanValues) -> Iterator[tuple[float, Mapping[str, int], Sequenc
     num_devices = sum(map(plan.devices_of, plan.stages))
     for stage, taken in zip(plan.stages, plan.estimates.stages, strict=False):
         yield plan.devices_of(stage) / num_devices, plan.mesh_of(stage), taken.collectives
-
-
-def _lying_otherwise(plan: PlanValues, against: PlanValues) -> dict[str, tuple[str, str]]:
-    ours, theirs = _specs(plan), _specs(against)
-    sizes, other_sizes = _axis_sizes(plan), _axis_sizes(against)
-    axes = {**sizes, **other_sizes}
-    changed = {axis for axis in axes if sizes.get(axis, {1}) != other_sizes.get(axis, {1})}
-    specs = {path: (ours.get(path, ABSENT), theirs.get(path, ABSENT)) for path in {**ours, **theirs}}
-    return {
-        path: (this, other)
-        for path, (this, other) in specs.items()
-        if this != other or changed & set(re.findall(r"\w+", this))
-    }
-
-
-def _specs(plan: PlanValues) -> dict[str, str]:
-    """By argument, its spec; the specs on all meshes, if these differ."""
-    said: dict[str, dict[str, None]] = {}
-    for sharding in plan.shardings:
-        for path, spec in sharding.arguments.items():
-            said.setdefault(path, {})[spec] = None
-    return {path: " or ".join(specs) for path, specs in said.items()}
-
-
-def _axis_sizes(plan: PlanValues) -> dict[str, set[int]]:
-    found: dict[str, set[int]] = {}
-    for sharding in plan.shardings:
-        for axis, size in sharding.mesh.items():
-            found.setdefault(axis, set()).add(size)
-    return found
 
 
 # --- text
@@ -213,26 +215,107 @@ def _mesh(plan: PlanValues) -> str:
     return f"{plural(len(plan.stages), 'stage')} of {text}" if plan.is_pipeline else text
 
 
+def _step_times(comparison: Comparison[Any]) -> tuple[float, float]:
+    return comparison.time[0].this, comparison.time[0].other
+
+
 def _table(
     title: str, amounts: Sequence[Amount], said: Callable[[float], str], whole: Amount | None = None
 ) -> list[str]:
-    """What differs, the largest difference first, behind the total."""
+    """The differing parts, the largest difference first, behind the total."""
+    if not amounts:
+        return []
+    rows = _rows(amounts, said, whole)
+    return [title if rows else f"{title}: no difference", *aligned(rows, right=(1, 2, 3))]
+
+
+def _rows(
+    amounts: Sequence[Amount], said: Callable[[float], str], whole: Amount | None
+) -> list[tuple[str, str, str, str]]:
     if not amounts:
         return []
     largest = max(whole.this, whole.other) if whole else max(max(a.this, a.other) for a in amounts)
     head, parts = (amounts[:1], amounts[1:]) if amounts[0].name in ("step", "peak") else ((), amounts)
     shown = [a for a in parts if abs(a.more) > LEAST_SHARE * largest]
     ordered = [*head, *sorted(shown, key=lambda a: -abs(a.more))]
-    rows = [(a.name.replace("_", " "), said(a.this), said(a.other), _signed(a.more, said)) for a in ordered]
-    return [title if rows else f"{title}: no difference", *aligned(rows, right=(1, 2, 3))]
+    return [(a.name.replace("_", " "), said(a.this), said(a.other), _signed(a.more, said)) for a in ordered]
 
 
 def _signed(amount: float, said: Callable[[float], str]) -> str:
     return f"{'-' if amount < 0 else '+'}{said(abs(amount))}"
 
 
-def _arguments(arguments: Mapping[str, tuple[str, str]]) -> list[str]:
-    if not arguments:
-        return ["arguments: all sharded alike"]
-    lines = argument_lines({path: f"{this} | {other}" for path, (this, other) in arguments.items()})
-    return [f"arguments sharded differently (this | other): {plural(len(arguments), 'array')}", *lines[1:]]
+def _decisions(found: Sequence[Difference]) -> list[str]:
+    """The decisions that differ, group by group, each line with its sign."""
+    groups: dict[str, list[Difference]] = {}
+    for one in found:
+        groups.setdefault(one.group, []).append(one)
+    lines = [] if any(one.is_argument for one in found) else ["arguments: all sharded alike"]
+    for group, members in groups.items():
+        lines += _group_of_arguments(group, members) if members[0].is_argument else _group(group, members)
+    return lines
+
+
+def _group(group: str, members: Sequence[Difference]) -> list[str]:
+    shown = members[:MAX_DECISIONS]
+    rows = [(f"{SIGNS[one.kind]} {one.name}", _pair(one)) for one in shown]
+    return [
+        f"{group} (this | other): {_counts(members)}",
+        *aligned(rows, indent=0),
+        *more_of(len(members) - len(shown), "decision"),
+    ]
+
+
+def _group_of_arguments(group: str, members: Sequence[Difference]) -> list[str]:
+    """Arguments of one role, folded as the summary folds them."""
+    lines = [f"{group} sharded differently (this | other): {plural(len(members), 'array')}"]
+    for kind, sign in SIGNS.items():
+        pairs = {one.name: _pair(one) for one in members if one.kind == kind}
+        lines += [sign + line[1:] for line in argument_lines(pairs)[1:]] if pairs else []
+    return lines
+
+
+def _pair(one: Difference) -> str:
+    return f"{ABSENT if one.this is None else one.this} | {ABSENT if one.other is None else one.other}"
+
+
+def _counts(members: Sequence[Difference]) -> str:
+    """`2 changed, 1 added`."""
+    counts = Counter(one.kind for one in members)
+    return ", ".join(f"{counts[kind]} {kind}" for kind in SIGNS if counts[kind])
+
+
+# --- Markdown
+
+
+def _markdown_table(
+    title: str, amounts: Sequence[Amount], said: Callable[[float], str], whole: Amount | None = None
+) -> list[str]:
+    rows = _rows(amounts, said, whole)
+    if not rows:
+        return []
+    cells = [f"| {' | '.join(row)} |" for row in rows]
+    return ["", f"| {title} | this | other | difference |", "|---|---:|---:|---:|", *cells]
+
+
+def _markdown_group(group: str, members: Sequence[Difference]) -> list[str]:
+    """A table that is folded until a reader opens it."""
+    rows = [
+        f"| {SIGNS[one.kind]} | {_code(one.name)} | {_code(one.this)} | {_code(one.other)} |"
+        for one in members
+    ]
+    return [
+        "",
+        f"<details><summary>{group}: {_counts(members)}</summary>",
+        "",
+        "| | decision | this | other |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        "</details>",
+    ]
+
+
+def _code(text: str | None) -> str:
+    """Text as code in a cell of a table, where a bar would end the cell."""
+    return "" if text is None else f"`{text.replace('|', BAR)}`"

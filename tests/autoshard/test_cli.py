@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import autoshard
-from autoshard import cli, commands, listings
+from autoshard import cli, commands, listings, terminal
 from autoshard.calibrate import calibrate
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.presets import PRESETS
@@ -828,3 +828,48 @@ def test_calibrate_refuses_before_it_measures(run, tmp_path, options, message, m
 def test_calibrate_has_not_more_devices_than_there_are():
     with pytest.raises(autoshard.InputError, match="wanted between 1 and 8 devices, as JAX sees here, got 9"):
         calibrate("here", num_devices=9)
+
+
+def test_explain_says_why_a_decision_is_so(run, train, tmp_path):
+    path = tmp_path / "plan.json"
+    run("search", f"{train}:target", "--cluster", "8xCPU", "--mesh", "8", "--out", path)
+    status, out, err = run("explain", f"{train}:target", path, "w")
+    plan = Plan.load(path)
+    assert status == 0
+    assert "printed" in err
+    assert out.splitlines()[:2] == ["w", f"  is {plan.decisions.arguments['w']}"]
+    data = json.loads(run("explain", f"{train}:target", path, "w", "--json")[1])
+    step, args = runpy.run_path(str(train))["target"]()
+    assert data == autoshard.explain(step, *args, plan=plan, name="w").to_json()
+    status, _, err = run("explain", f"{train}:target", path, "nothing")
+    assert status == 4
+    assert "names no decision of this step" in err
+
+
+def test_explain_refuses_the_plan_of_a_pipeline(run, train):
+    status, _, err = run("explain", f"{train}:target", FOLDER / "mpmd.json", "w")
+    assert status == 2
+    assert "explain wants the plan of one program" in err
+
+
+def test_show_against_tells_by_its_status_if_plans_differ(run):
+    one, stages = FOLDER / "jit.json", FOLDER / "mpmd.json"
+    assert run("show", one, "--against", one, "--exit-code")[0] == 0
+    assert run("show", one, "--against", stages)[0] == 0
+    status, out, _ = run("show", one, "--against", stages, "--exit-code", "--markdown")
+    assert status == 1
+    assert "| - | `stage 0` |" in out
+    for options in (["--exit-code"], ["--markdown"], ["--against", stages, "--markdown", "--json"]):
+        assert run("show", one, *options)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "no_color", "is_coloured"), [(True, "", True), (True, "1", False), (False, "", False)]
+)
+def test_signs_are_coloured_on_a_terminal_only(monkeypatch, is_terminal, no_color, is_coloured):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    text = "mesh\n+ a  1\n     2\nops\n  b"
+    coloured = "mesh\n\x1b[32m+ a  1\x1b[0m\n\x1b[32m     2\x1b[0m\nops\n  b"
+    assert terminal.with_signs_coloured(text) == (coloured if is_coloured else text)

@@ -165,7 +165,15 @@ def test_each_option_of_the_decorator_may_be_left_out():
 
 
 @pytest.mark.parametrize(
-    "face", [autoshard.parallelize, autoshard.search, autoshard.emit, autoshard.verify, autoshard.choices]
+    "face",
+    [
+        autoshard.parallelize,
+        autoshard.search,
+        autoshard.emit,
+        autoshard.verify,
+        autoshard.choices,
+        autoshard.explain,
+    ],
 )
 def test_each_option_of_a_public_function_has_a_type(face):
     keyword_only = inspect.Parameter.KEYWORD_ONLY

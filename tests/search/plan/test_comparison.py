@@ -97,7 +97,7 @@ def test_arguments_that_lie_otherwise_with_both_specs():
     assert len(comparison.arguments) == 4 * 3
     lines = str(comparison).splitlines()
     assert "arguments sharded differently (this | other): 12 arrays" in lines
-    folded = "  P(None, 'model') | P('data')  12x  params['block_*']['attn']['query'|'key'|'value']['kernel']"
+    folded = "~ P(None, 'model') | P('data')  12x  params['block_*']['attn']['query'|'key'|'value']['kernel']"
     assert lines[-1] == folded
 
 
@@ -155,3 +155,20 @@ def test_collectives_of_stages_are_the_mean_of_all_devices():
     found = amounts(plan.compare(plan).num_bytes)
     assert sum(this for this, _ in found.values()) == pytest.approx(wanted)
     assert all(f"{axis}={sizes[axis]}" in name for name in found for axis in ["replica"] if axis in name)
+
+
+def test_lines_of_decisions_have_a_sign():
+    more = make_plan({"w": SPLIT, "x": "P()", "y": "P()"})
+    lines = str(more.compare(make_plan({"w": "P()", "x": "P()", "z": "P()"}))).splitlines()
+    assert {line[0] for line in lines if line[-1] in "wyz"} == {"~", "+", "-"}
+    recomputing = with_decisions(PLAN, replace(PLAN.decisions, retention={"forward tanh": "remat"}))
+    assert "+ forward tanh  remat | -" in str(recomputing.compare(PLAN)).splitlines()
+
+
+def test_markdown_has_all_decisions_in_a_table():
+    text = PLAN.compare(OTHER).to_markdown()
+    assert text.startswith("**this plan is 16.7% faster than the other**")
+    path = next(iter(PLAN.compare(OTHER).arguments))
+    assert f"| ~ | `{path}` | `{SPLIT}` | `P('data')` |" in text
+    assert text.count("\n| ~ |") == len(PLAN.compare(OTHER).decisions)
+    assert "The plans decide alike." in PLAN.compare(PLAN).to_markdown()
