@@ -240,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="write a pipeline's schedule as a trace for ui.perfetto.dev",
+        help="write the step over time, its streams or the stages of a pipeline, as a trace for ui.perfetto.dev",
     )
     show.set_defaults(run=_with_jax("show"))
     explain = _add_explain(subparsers)

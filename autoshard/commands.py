@@ -27,6 +27,7 @@ from autoshard.pipelines import are_allowed
 from autoshard.planning import limit_bytes
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.pipeline import timeline
+from autoshard.search.plan import profile_trace
 from autoshard.search.plan.json_file import text_of
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spec_check import check_specs
@@ -156,9 +157,10 @@ def _check_is_of(plan: Plan, options: argparse.Namespace) -> None:
         )
     if options.json and options.markdown:
         raise InputError("--json and --markdown are two forms of the same comparison. Keep one of them")
-    if not plan.is_pipeline and (options.timeline or options.trace):
+    if not plan.is_pipeline and options.timeline:
         raise InputError(
-            f"{options.plan} is a plan of one program: there is no schedule of a pipeline to draw"
+            f"{options.plan} is a plan of one program, without the schedule of a pipeline. Draw its streams with "
+            "--trace, or with autoshard report"
         )
 
 
@@ -216,19 +218,30 @@ def _show_comparison(plan: Plan, other: Plan, options: argparse.Namespace) -> in
 
 
 def _show_schedule(plan: Plan, options: argparse.Namespace) -> int:
-    """Draws a pipeline's schedule, or writes it to a file."""
+    """Draws a pipeline's schedule, or writes a step's streams or stages over time to a file."""
     if plan.is_edited:
         raise InputError(
             f"{options.plan} was edited by hand, and its estimates were made before. To draw its schedule, give the step "
             f"too: autoshard show {options.plan} train.py:target --timeline"
         )
-    simulated = timeline.simulated(plan)
     if options.trace is not None:
-        write_whole(options.trace, json.dumps(timeline.trace_events(simulated)) + "\n", "the trace")
+        write_whole(options.trace, json.dumps(_trace(plan, options.plan)) + "\n", "the trace")
     if not options.timeline:
         return _print(plan, options.json)
-    print(timeline.text(simulated), flush=True)
+    print(timeline.text(timeline.simulated(plan)), flush=True)
     return 0
+
+
+def _trace(plan: Plan, place: str) -> dict[str, Any]:
+    """A step over time as trace events: stages of a pipeline, or streams of one program."""
+    if plan.is_pipeline:
+        return timeline.trace_events(timeline.simulated(plan))
+    if plan.estimates.profile is None:
+        raise InputError(
+            f"{place} has no profile of its step over time: it is of an earlier version. Give the step too, and it is made "
+            f"anew: autoshard show {place} train.py:target --trace trace.json"
+        )
+    return profile_trace.trace_events(plan.estimates.profile)
 
 
 def _show_choices(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -171,6 +171,22 @@ def written(path, data, **changes):
     """A plan's file, with changes in its decisions."""
     path.write_text(json.dumps(data | {"shardings": [data["shardings"][0] | changes]}))
     return path
+
+
+def test_a_plan_of_one_program_is_written_as_a_trace(run, saved, tmp_path):
+    _, data = saved
+    path, trace = written(tmp_path / "plan.json", data), tmp_path / "trace.json"
+    assert run("show", path, "--trace", trace)[0] == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert tracks == set(data["estimates"]["profile"]["busy"])
+    status, _, err = run("show", path, "--timeline")
+    assert (status, "--trace" in err) == (2, True)
+    plan, older = autoshard.Plan.from_json(data), tmp_path / "older.json"
+    replace(plan, estimates=replace(plan.estimates, profile=None)).save(older)
+    status, _, err = run("show", older, "--trace", trace)
+    assert status == 2
+    assert "train.py:target --trace" in err
 
 
 def test_show_with_the_step_prices_an_edited_plan_anew(run, saved, tmp_path):
