@@ -275,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="PATH",
             help="path of an argument that the step returns updated, if results do not make it evident; may be repeated",
         )
-    for command in (search, verify, show, what_if):
+    for command in (search, verify, show, explain, what_if):
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 

@@ -167,7 +167,7 @@ def test_too_little_time(run):
     ("cluster", "options", "message"),
     [
         ("8xCPU", (), "XLA's GPU compiler cannot be asked about 8xCPU"),
-        ("{other}", (), "does not know 'L40S'. Describe it with --target-config FILE"),
+        ("{other}", (), "does not know 'L9000'. Describe it with --target-config FILE"),
         ("8xL4", ("--target-config", "nowhere.txtpb"), "the target config nowhere.txtpb cannot be read"),
         (
             "8xL4",
@@ -179,7 +179,7 @@ def test_too_little_time(run):
 def test_who_cannot_be_asked(run, tmp_path, cluster, options, message):
     given = {"train": tmp_path / "train.py", "other": tmp_path / "other.json"}
     numbers = parse_cluster("8xL4").to_json()
-    given["other"].write_text(json.dumps(numbers | {"device": numbers["device"] | {"name": "L40S"}}))
+    given["other"].write_text(json.dumps(numbers | {"device": numbers["device"] | {"name": "L9000"}}))
     options = tuple(o.format_map(given) for o in options)
     status, out, err = run("target", *options, cluster=cluster.format_map(given))
     assert (status, out, err.count("\n")) == (2, "", 1)

@@ -282,12 +282,10 @@ def test_objects_among_the_arguments_are_refused_with_a_remedy():
 STATS = CompiledStats(10 << 20, 0, 10 << 20, 0, {("all-reduce", ("data",)): (2, 1 << 20)}, {})
 
 
-@pytest.mark.pure
 def test_equal_statistics_have_no_differences():
     assert Beside(STATS, STATS).differences == ()
 
 
-@pytest.mark.pure
 def test_other_collectives_and_another_peak_are_said_with_both_sizes():
     moved = {("all-gather", ("model",)): (1, 3 << 20)}
     other = dataclasses.replace(STATS, temporary_bytes=14 << 20, collectives=moved)
