@@ -50,10 +50,10 @@ def test_a_count_is_that_of_a_full_node_until_it_is_given():
 def test_argcomplete_is_not_imported_where_no_shell_asks(monkeypatch):
     monkeypatch.delenv("_ARGCOMPLETE", raising=False)
     monkeypatch.setitem(sys.modules, "argcomplete", None)
-    completion.offer(cli._parser())
+    completion.offer(cli.parser())
 
 
 def test_without_argcomplete_nothing_is_offered(monkeypatch):
     monkeypatch.setenv("_ARGCOMPLETE", "1")
     monkeypatch.setitem(sys.modules, "argcomplete", None)
-    completion.offer(cli._parser())
+    completion.offer(cli.parser())
