@@ -294,30 +294,3 @@ def test_other_collectives_and_another_peak_are_said_with_both_sizes():
         "all-reduce over data: 0 B a device and step, and the plan's program 1 MiB",
         "peak memory: 24 MiB a device, 4 MiB more than the plan's program",
     )
-
-
-@pytest.mark.compiler
-@pytest.mark.parametrize(
-    ("form", "mesh", "pins"),
-    [
-        ("wrapper", (8,), {"w": jax.P(), "x": jax.P("data")}),
-        ("written", (2, 4), {"w": jax.P("data", "model"), "x": jax.P("data")}),
-    ],
-)
-def test_on_gpus_the_form_that_compiles_to_the_plans_program_is_taken(form, mesh, pins):
-    def step(w, x):
-        def loss(w):
-            hidden = jnp.tanh(x @ w[0])
-            return jnp.mean((hidden @ w[1]) ** 2)
-
-        return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss)(w))
-
-    w = jax.ShapeDtypeStruct((1024, 1024), "float32")
-    args = [w, w], jax.ShapeDtypeStruct((4096, 1024), "float32")
-    plan = autoshard.search(step, *args, cluster="8xH100-80GB", mesh=mesh, pin=pins, verify="never")
-    made = autoshard.eject(step, *args, plan=plan)
-    assert (made.form, made.differences, made.is_compiled) == (form, (), True)
-    assert made.collectives
-    assert all(c.predicted_bytes == c.compiled_bytes for c in made.collectives)
-    assert bool(made.tried) == (form == "written")
-    assert "it has the collectives and the peak memory of the plan's program" in " ".join(made.text.split())
