@@ -158,12 +158,7 @@ def _verify(subparsers: Any) -> None:
     command.add_argument(
         "--full", action="store_true", help="compile all layers; default: a few equal layers, extrapolated"
     )
-    command.add_argument(
-        "--timeout",
-        type=argument_parser.seconds,
-        metavar="S",
-        help="seconds for each program; default: no limit",
-    )
+    _takes_timeout(command)
     _takes_config(command)
     _takes_state(command)
     _takes_json(command)
@@ -323,12 +318,7 @@ def _eject(subparsers: Any) -> None:
         help="compile the step for the GPU, without one, beside the plan's program: always (meant without a value), never, "
         "or auto: if the compiler is installed; default: auto",
     )
-    command.add_argument(
-        "--timeout",
-        type=argument_parser.seconds,
-        metavar="S",
-        help="seconds for each program; default: no limit",
-    )
+    _takes_timeout(command)
     _takes_config(command)
     _takes_state(command)
     command.set_defaults(run=_with_jax("eject"))
@@ -382,6 +372,15 @@ def _calibrate(subparsers: Any) -> None:
         help="measure across processes: run it in each, under a launcher that jax.distributed.initialize() knows",
     )
     command.set_defaults(run=_with_jax("calibrate", uses_devices=True))
+
+
+def _takes_timeout(command: Parser) -> None:
+    command.add_argument(
+        "--timeout",
+        type=argument_parser.seconds,
+        metavar="S",
+        help="seconds for each program; default: no limit",
+    )
 
 
 def _takes_config(command: Parser) -> None:

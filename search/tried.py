@@ -1,4 +1,4 @@
-"""The candidates that a search tried, for the plan's file: what each is, its bound, and the best plan found of it.
+"""The candidates that a search tried, for the plan's file: each with its bound and the best plan found of it.
 
 The certificate of a plan rests on them: a candidate whose bound is above the plan's time cannot hold a better plan.
 """
@@ -15,11 +15,11 @@ MAX_CANDIDATES = 40
 """Candidates in a file, those with the least bound: a line each in a report."""
 
 _Key = tuple[int, frozenset, frozenset, frozenset, tuple[int, ...]]
-"""A step in so many microbatches, what it recomputes, what waits and what rests on the host, and a mesh."""
+"""Number of microbatches, recomputed ops, offloaded residuals, arguments on the host, and the mesh."""
 
 
 class Tried:
-    """Takes note of what is tried."""
+    """Takes note of candidates."""
 
     def __init__(self) -> None:
         self._by_key: dict[_Key, Candidate] = {}
@@ -48,7 +48,7 @@ class Tried:
 
         Args:
           best: the best plan. Strategies that are faster turned out not to fit: they are no plan.
-          bounds_s: by mesh, what is certified of the plans with the same done to the step.
+          bounds_s: by mesh, a certified bound on plans with the best plan's microbatches, recomputation and host memory.
         """
         for shape, bound_s in bounds_s.items():
             self.proves(best.step_problem, shape, bound_s)

@@ -1,4 +1,4 @@
-"""The sentences at the top of a report: what limits the step, what fills the memory, what more memory could win.
+"""The sentences at the top of a report: the limit of the step, the content of the memory, the worth of more memory.
 
 Each follows from the plan's estimates by a rule that is written here; none is a guess.
 """
@@ -23,11 +23,11 @@ def percent(part: float, whole: float = 1.0) -> str:
     return "<1%" if 0 < part < 0.005 * whole else f"{100 * part / whole:.0f}%"
 
 
-# --- what limits the step
+# --- the limit of the step
 
 
 def limit(plan: PlanValues) -> str:
-    """What limits the step: computation, communication, or the slowest stage and the bubble; and by how much."""
+    """The limit of the step: computation, communication, or the slowest stage and the bubble, with their times."""
     return _limit_of_pipeline(plan) if plan.is_pipeline else _limit_of_program(plan)
 
 
@@ -81,16 +81,16 @@ def _again(plan: PlanValues) -> str:
     return f" Recomputation takes {format_seconds(again_s)} of the step." if again_s else ""
 
 
-# --- what fills the memory
+# --- the content of the memory
 
 
 def filling(plan: PlanValues) -> str:
-    """What fills the memory at its peak."""
+    """The kinds of arrays at the peak of memory."""
     estimates, peak_bytes = plan.estimates, plan.estimates.peak_bytes
     if plan.is_pipeline:
         return _fullest(estimates.stages)
     if not estimates.residents:
-        return f"{format_bytes(peak_bytes)} at the peak; the plan does not say of what."
+        return f"{format_bytes(peak_bytes)} at the peak; the plan does not say which arrays."
     kind, most = max(estimates.residents.items(), key=lambda item: item[1])
     share = f"{format_bytes(most)} of {format_bytes(peak_bytes)} ({percent(most, peak_bytes)})"
     return f"{kind.replace('_', ' ').capitalize()}: {share} at the peak, which is at {estimates.peak_at}."
@@ -105,11 +105,11 @@ def _fullest(stages: Sequence[StageEstimates]) -> str:
     )
 
 
-# --- what more memory could win
+# --- the worth of more memory
 
 
 def more_memory(plan: PlanValues) -> str:
-    """What the plan spends to save memory, which is all that more memory can win back on its mesh."""
+    """The time that the plan spends to save memory. On its mesh, more memory can win back no more than that."""
     estimates, cap_bytes = plan.estimates, plan.memory_bytes
     peak_bytes = estimates.compiled_peak_bytes or estimates.peak_bytes
     spent_s = estimates.recompute_s + estimates.transfer_s
@@ -123,12 +123,12 @@ def more_memory(plan: PlanValues) -> str:
             f"The plan fills {filled} and spends no time to save memory: it recomputes nothing, keeps nothing on the host, "
             f"and takes the batch at once. {tenth}, which can win by other specs or another mesh alone."
         )
-    won = f" What that takes of the step is {format_seconds(spent_s)}; on this mesh, no more can be won back."
+    won = f" The savings take {format_seconds(spent_s)} of the step; on this mesh, no more can be won back."
     return f"The plan fills {filled}. To save memory it {_listed(savings)}. {tenth}.{won * bool(spent_s)}"
 
 
 def _savings(plan: PlanValues) -> list[str]:
-    """What a plan does to save memory."""
+    """The means by which a plan saves memory."""
     estimates, said = plan.estimates, list[str]()
     if any("remat" in text for text in plan.retention.values()):
         seconds = format_seconds(estimates.recompute_s)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -47,13 +48,15 @@ def test_a_count_is_that_of_a_full_node_until_it_is_given():
     assert completion.clusters("nothing") == []
 
 
-def test_argcomplete_is_not_imported_where_no_shell_asks(monkeypatch):
+def test_argcomplete_is_not_asked_where_no_shell_asks(monkeypatch):
     monkeypatch.delenv("_ARGCOMPLETE", raising=False)
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    asked = mock.Mock()
+    monkeypatch.setitem(sys.modules, "argcomplete", asked)
     completion.offer(cli.parser())
+    assert not asked.mock_calls
 
 
 def test_without_argcomplete_nothing_is_offered(monkeypatch):
     monkeypatch.setenv("_ARGCOMPLETE", "1")
     monkeypatch.setitem(sys.modules, "argcomplete", None)
-    completion.offer(cli.parser())
+    assert completion.offer(cli.parser()) is None

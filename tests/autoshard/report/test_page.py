@@ -145,7 +145,7 @@ def test_more_memory_wins_back_no_more_than_is_spent_to_save_it():
     roomy = one_program(peak_bytes=4 << 30)
     assert "Not needed: the plan fills 40% of its cap" in Read(roomy.report()).text
     saving = replace(one_program(recompute_s=3e-3), retention={"forward dot": "remat"}, marks="")
-    assert "What that takes of the step is 3 ms" in Read(saving.report()).text
+    assert "The savings take 3 ms of the step" in Read(saving.report()).text
 
 
 def test_every_collective_op_and_resident_is_there():
