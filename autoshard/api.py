@@ -96,6 +96,7 @@ def search(
       offload: a tuple of values that rest in pinned host memory and are on the device only while they are read:
         "optimizer_state", "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there
         for the backward phase. "never" offloads nothing. By default all of these but paths are tried if memory is scarce.
+        With stages, state rests in the memory of its stage's host if it is named here, and nothing else is offloaded.
       time_limit_s: processor seconds for the search of one program and of pipelines together, and seconds for the compiler.
         By default the search does a fixed amount of work, about 15 seconds on a usual machine, so that equal inputs give
         equal plans on every machine. `Plan.gap` is the remaining gap. A pipeline that `stages` asks for has no limit by
@@ -130,8 +131,7 @@ def search(
     hardware = parse_hardware(keywords.pop("cluster"))
     call, own = _told_apart("search", step, abstract_args, abstract_kwargs, **keywords)
     options = Options.of(own)
-    if pipelines.are_allowed(options):
-        pipelines.refuse(offload=options.offload)
+    pipelines.are_allowed(options)
     with narrated(step_name(step), "tracing", options.progress) as tell:
         traced = _traced(call, hardware, options.state)
         return _found(traced, hardware, options, tell).plan
@@ -612,7 +612,7 @@ def parallelize(
     given = None if plan is None else loaded(plan)
     is_asked = pipelines.are_allowed(options) and stages is not None
     if is_asked or (given is not None and given[0].is_pipeline):
-        pipelines.refuse(offload=offload, like=like)
+        pipelines.refuse(like=like)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given("like=", like)[0])
     return Parallelized(step, options, given, shared)
 

@@ -18,7 +18,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
-from autoshard.options import ALWAYS, AUTO, Options
+from autoshard.options import ALWAYS, AUTO, NEVER, Options
 from autoshard.processes import ALONE, Processes
 from autoshard.progress import Progress
 from autoshard.search.ir.graph import Step
@@ -120,11 +120,11 @@ def across_kinds(cluster: MixedCluster, options: Options) -> Options:
     """
     is_pipeline = are_allowed(options)
     if not is_pipeline or options.executor == SPMD:
-        only = "executor=" if is_pipeline else "stages=1, offload=, like="
+        only = "executor=" if is_pipeline else "stages=1, like="
         raise InputError(
             f"one program runs on devices of one kind, and {cluster.name} has several: {cluster}. Leave out what only one "
-            f"program has ({only}), and say stages={AUTO!r} beside mesh=, pin=, donate= or microbatches=; or plan for "
-            "devices of one kind"
+            f"program has ({only}), and say stages={AUTO!r} beside mesh=, pin=, donate=, offload= or microbatches=; or plan "
+            "for devices of one kind"
         )
     return replace(options, executor=MPMD)
 
@@ -383,14 +383,15 @@ def _executor(options: Options) -> str | None:
     """The executor that the options allow; None for the faster one.
 
     Raises:
-      InputError: the user asks for one that the pins exclude.
+      InputError: the user asks for one that the pins or the offloading exclude.
     """
-    if not options.pin:
+    excluding = [name for name, value in (("pin", options.pin), ("offload", options.offload)) if value]
+    if not excluding or (options.offload == NEVER and not options.pin):
         return options.executor
     if options.executor == SPMD:
         raise InputError(
-            f"pin= is for stages with a program each, and executor={SPMD!r} is one program for all. Leave out one of them, "
-            f"or ask for executor={MPMD!r}"
+            f"{excluding[0]}= is for stages with a program each, and executor={SPMD!r} is one program for all. Leave out "
+            f"one of them, or ask for executor={MPMD!r}"
         )
     return MPMD
 
@@ -411,12 +412,18 @@ def _wanted(step: Step, cluster: AnyCluster, options: Options) -> PipelineOption
             f"wanted the mesh of a stage as its number of replicas and 1 or 2 axes of each one's devices, such as (2, 4), "
             f"got {mesh}"
         )
+    memory_bytes = planning.limit_bytes(cluster, options)
+    rest = planning.stage_resting(step, options, cluster)
+    asked = options.offload
+    offload = rest.offload(asked if asked is None or isinstance(asked, str) else tuple(asked))
     return PipelineOptions(
-        planning.limit_bytes(cluster, options),
+        memory_bytes,
         options.num_stages,
         options.schedule,
         microbatches,
         None if mesh is None else tuple(mesh),
         options.remat,
-        pins=planning.stage_pins(step, options, cluster),
+        pins=rest.specs,
+        hosted=planning.stage_hosted(step, cluster, memory_bytes, offload),
+        offload=offload,
     )

@@ -1,6 +1,6 @@
 """The way from user options to a plan on its traced step, shared by `search`, `emit`, `verify` and `parallelize`."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from autoshard.cost_model.cluster import Cluster, Device
 from autoshard.cost_model.errors import InputError, PlanError
@@ -18,12 +17,14 @@ from autoshard.cost_model.xla.gpu_targets import NEWEST, compute_capability
 from autoshard.options import Options
 from autoshard.pins import ANYWHERE, Resting, allowed, pinned
 from autoshard.search import driver, explanation
+from autoshard.search.host_arguments import HostArguments
 from autoshard.search.ir._jax_kernels import Target, cudnn_for
 from autoshard.search.ir.factors.attention import RULES as ATTENTION
 from autoshard.search.ir.graph import Op, Step, walk
 from autoshard.search.ir.retyping import retypings
 from autoshard.search.ir.trace import trace_call
 from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.options import RESIDUALS
 from autoshard.search.options import Options as SearchOptions
 from autoshard.search.plan.argument_paths import near
 from autoshard.search.plan.explained import Explanation
@@ -167,8 +168,8 @@ def options(step: Step, cluster: Cluster, asked: Options, resting: Resting = ANY
     )
 
 
-def stage_pins(step: Step, asked: Options, cluster: AnyCluster) -> Mapping[str, PartitionSpec]:
-    """The specs in which arguments rest on their stages, by pytree path.
+def stage_resting(step: Step, asked: Options, cluster: AnyCluster) -> Resting:
+    """How arguments rest on their stages.
 
     Raises:
       InputError: a pin is impossible, or is for one program.
@@ -178,12 +179,27 @@ def stage_pins(step: Step, asked: Options, cluster: AnyCluster) -> Mapping[str, 
             "pin= has a plan, which fixes the mesh of one program, and stages have meshes of their own. Pin arguments by "
             "their pytree paths, or leave out the stages"
         )
-    rest = pinned(step, asked.pin or {}, cluster.num_devices)
-    if rest.on_host:
+    return pinned(step, asked.pin or {}, cluster.num_devices)
+
+
+def stage_hosted(
+    step: Step, cluster: AnyCluster, memory_bytes: int, offload: tuple[str, ...] | str | None
+) -> frozenset[int]:
+    """The arguments that rest in the memory of their stage's host.
+
+    Raises:
+      InputError: there is no such state, a host has no such memory, or residuals are asked for.
+    """
+    if offload is not None and RESIDUALS in offload:
         raise InputError(
-            f"pin {rest.on_host[0]!r} rests on the host, and a pipeline is planned without offloading. Pin it on the device"
+            f"offload={offload}: residuals wait on the host in one program only. With stages, name state, such as "
+            'offload=("optimizer_state",), or ask for stages=1'
         )
-    return rest.specs
+    found = [
+        HostArguments(step, group, SearchOptions(memory_bytes, offload=offload)).asked_for
+        for group in cluster.groups
+    ]
+    return found[0]
 
 
 def suiting(step: Step, asked: Options, mesh: tuple[int, ...]) -> Options:

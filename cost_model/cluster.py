@@ -213,6 +213,11 @@ class Cluster:
             )
 
     @property
+    def host_bytes_per_device(self) -> int:
+        """A device's share of its host's memory."""
+        return self.host_bytes_per_node // self.devices_per_node
+
+    @property
     def num_nodes(self) -> int:
         return self.num_devices // self.devices_per_node
 

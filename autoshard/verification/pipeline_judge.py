@@ -51,10 +51,11 @@ def verified_for_all(verifier: CompilerVerifier, found: SpmdPipeline, full: bool
         program.name, 0, 0, 1, stats.argument_bytes, stats.fresh_output_bytes, stats.temporary_bytes
     )
     stage = StageProof(
-        Footprint(plan.estimates.peak_bytes, 0, {}),
-        _footprint(run),
+        Footprint(plan.estimates.peak_bytes, plan.estimates.host_bytes, {}),
+        _footprint(run, stats.host_bytes),
         run.name,
         plan.memory_bytes,
+        cluster.host_bytes_per_device,
         paired(plan.estimates.collectives, stats.collectives),
     )
     return PipelineVerification(
@@ -169,18 +170,19 @@ def _stage(
             before = moved.get(key, (0, 0))
             moved[key] = before[0] + run.count * count, before[1] + run.count * num_bytes
     return StageProof(
-        Footprint(estimates.peak_bytes, 0, {}),
-        _footprint(highest),
+        Footprint(estimates.peak_bytes, estimates.host_bytes, {}),
+        _footprint(highest, sum(stats.host_bytes for _, stats in runs)),
         highest.name,
         found.devices[n].cap_bytes,
+        found.devices[n].group.host_bytes_per_device,
         paired(estimates.collectives, moved),
     )
 
 
-def _footprint(highest: ProgramProof) -> Footprint:
+def _footprint(highest: ProgramProof, host_bytes: int) -> Footprint:
     residents = {
         "held": highest.held_bytes,
         "outputs not aliased": highest.fresh_bytes,
         "temporaries": highest.temporary_bytes,
     }
-    return Footprint(highest.peak_bytes, 0, residents)
+    return Footprint(highest.peak_bytes, host_bytes, residents)

@@ -74,7 +74,7 @@ class PipelineVerification:
     @property
     def fits(self) -> bool:
         """Whether all stages keep to their caps as compiled."""
-        return all(stage.compiled.peak_bytes <= stage.cap_bytes for stage in self.stages)
+        return all(stage.fits for stage in self.stages)
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -87,6 +87,11 @@ class PipelineVerification:
             yield (
                 f"stage {n}: {stage.peak_at} needs {format_bytes(compiled_bytes)} a device, "
                 f"{format_bytes(compiled_bytes - stage.cap_bytes)} more than the cap of {format_bytes(stage.cap_bytes)}"
+            )
+        if stage.compiled.host_bytes > stage.host_cap_bytes:
+            yield (
+                f"stage {n}: its programs need {format_bytes(stage.compiled.host_bytes)} of host memory a device, and there "
+                f"are {format_bytes(stage.host_cap_bytes)}"
             )
         found = (
             peak_difference(stage.predicted.peak_bytes, compiled_bytes),

@@ -133,6 +133,7 @@ class StageProof:
       compiled: the compiled peak of its devices.
       peak_at: the name of the program that has the compiled peak.
       cap_bytes: the cap of its devices.
+      host_cap_bytes: a device's share of its host's memory.
       collectives: of all its programs in one step: every kind over every set of axes that either side has.
     """
 
@@ -140,7 +141,14 @@ class StageProof:
     compiled: Footprint
     peak_at: str
     cap_bytes: int
+    host_cap_bytes: int
     collectives: tuple[Moved, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiled programs keep to both caps."""
+        on_device, on_host = self.compiled.peak_bytes, self.compiled.host_bytes
+        return on_device <= self.cap_bytes and on_host <= self.host_cap_bytes
 
     @property
     def fullness(self) -> float:

@@ -149,8 +149,10 @@ class Ledger:
         return self.shares.first_reader.get(v, self.shares.layers.assigned.of_value.get(v, 0))
 
     def _bytes_of(self, v: int) -> float:
-        """Of a value of the pipeline, on a device."""
+        """Bytes of a value of the pipeline on a device; 0 if it is on the host."""
         flat, whole = self._flat(v), self._step.values[v].num_bytes
+        if self._step.values[v].is_on_host:
+            return 0.0
         if flat is None or not whole:
             return float(whole)
         value, paths = self._step.values[self._step.original(v)], self.intra_op.paths

@@ -77,9 +77,15 @@ class LayerShares:
                 share[layer] += int(op.params.get("length", 1)) if op.name == "scan" else 1
         return {site: share / share.sum() for site, share in found.items()}
 
+    @cached_property
+    def _of_traced(self) -> dict[Site, Array]:
+        """By op of the step before copies to and from the host: the share of it that each layer has."""
+        origin = self.step_problem.rewritten.origin
+        return {(origin[site[0]], *site[1:]): share for site, share in self._of_site.items()}
+
     def layers_of(self, site: Site) -> frozenset[int]:
-        """Where an op of the step stands, be it inside a loop: several if that extends over them."""
-        share = self._of_site.get(site[:IN_BODY])
+        """The layers of an op of the traced step, also of one inside a loop; several if that extends over them."""
+        share = self._of_traced.get(site[:IN_BODY])
         return frozenset[int]() if share is None else frozenset(np.flatnonzero(share).tolist())
 
     @cached_property

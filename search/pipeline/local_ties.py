@@ -1,13 +1,18 @@
-"""What is recomputed waits for its own stage only.
+"""Barriers wait for values of their own stage only.
 
-In one program, the copies of a segment wait, by a barrier, for all that the backward phase has made by then and still holds:
-the gradient that arrives, and weight gradients of layers behind (`search.memory.recompute`). In a pipeline, those of other
-stages would have to be sent there and, as they are passed on, summed up there. Nothing is won by it: a stage's backward pass
-is a program of its own, which begins when what it reads has come. So a barrier passes on what its own stage has made, and
-whoever reads the rest of it reads that as it was made.
+*Recomputation.* In one program, the copies of a segment wait, by a barrier, for all values that the backward phase has made
+by then and still holds: the gradient that arrives, and weight gradients of layers behind (`search.memory.recompute`). In a
+pipeline, values of other stages would have to be sent there and, as the barrier passes them on, summed up there. Nothing is
+won by it: a stage's backward pass is a program of its own, which begins when its operands have come. So a barrier passes on
+the values of its own stage, and later readers of the others read these as they were made.
+
+*State on the host.* In one program, the fetch of a parameter's state waits for its gradient, and for new state that was
+stored before (`search.memory.fetches`). In a pipeline, each stage updates its own state in its own time. So a barrier of ops
+that run once is split into one barrier for each stage. To find the stages, each operand first gets a barrier of its own:
+otherwise one stage's state would seem to be read by another's barrier.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.search.ir.graph import Op
@@ -40,6 +45,36 @@ def within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep
     terms = {total: made_as.get(v, v) for total, v in step.terms.items()}
     pieces = {piece: (made_as.get(v, v), part) for piece, (v, part) in step.pieces.items()}
     return replace(step, body=tuple(body), terms=terms, pieces=pieces)
+
+
+def untied(step: PipelineStep) -> PipelineStep:
+    """The step whose barriers, of ops that run once, have one operand each."""
+    return _split(step, lambda v: v)
+
+
+def tied_within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
+    """The step whose barriers, of ops that run once, have operands of one stage each.
+
+    Args:
+      step: the step in parts.
+      assigned: the stages of the untied step.
+    """
+    return _split(step, assigned.of_value.__getitem__)
+
+
+def _split(step: PipelineStep, group: Callable[[int], Hashable]) -> PipelineStep:
+    """The step with a barrier for each group of a barrier's results."""
+
+    def parts(op: Op) -> Iterator[Op]:
+        groups = dict[Hashable, list[int]]()
+        for n, v in enumerate(op.outputs):
+            groups.setdefault(group(v), []).append(n)
+        yield from (_passing(op, which) for which in groups.values())
+
+    def split(ops: Sequence[Op]) -> tuple[Op, ...]:
+        return tuple(part for op in ops for part in (parts(op) if is_tie(op) else (op,)))
+
+    return replace(step, prologue=split(step.prologue), epilogue=split(step.epilogue))
 
 
 def _passing(op: Op, which: Sequence[int]) -> Op:

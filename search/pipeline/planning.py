@@ -35,7 +35,7 @@ from autoshard.search.pipeline.stage_memory import StageMemory
 from autoshard.search.pipeline.stage_pins import marks_of as marks_of_pins
 from autoshard.search.pipeline.stage_sharding import stage_sharding
 from autoshard.search.pipeline.task_memory import ProgramKernels
-from autoshard.search.plan.decisions import apart
+from autoshard.search.plan.decisions import apart, hosted
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.measured_shares import measured_shares
@@ -126,7 +126,7 @@ def find(
         except InfeasibleError as e:
             refused.append(e)
             return None
-        pipeline = _pipeline(step, found, options.memory_bytes)
+        pipeline = _pipeline(step, found, options.memory_bytes, options.offload)
         watch.lap("plan")
         promised_bytes = found.fullness(options.memory_bytes) * options.memory_bytes
         return Round(pipeline, promised_bytes, _needed_bytes(pipeline))
@@ -182,7 +182,23 @@ def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple
 # --- from what was found to a plan
 
 
-def _pipeline(step: Step, found: Proposal, memory_bytes: int) -> Pipeline:
+def _check_hosts(step: Step, memory: StageMemory, groups: Sequence[Cluster]) -> None:
+    """Refuses stages that need more of their hosts' memory than there is.
+
+    Raises:
+      InfeasibleError: a stage does.
+    """
+    for n, group in enumerate(groups):
+        needed_bytes, there_bytes = memory.host_bytes(n), group.host_bytes_per_device
+        if needed_bytes > there_bytes:
+            raise InfeasibleError(
+                f"stage {n} of {step.name} needs {format_bytes(needed_bytes)} of host memory for each device of "
+                f"{group.name}, and the host has {format_bytes(there_bytes)} for each. Offload less, use more devices, or "
+                "say how much memory they have (host_memory_per_node)"
+            )
+
+
+def _pipeline(step: Step, found: Proposal, memory_bytes: int, offload: Any = None) -> Pipeline:
     opened = _with_fusions(
         PipelineStep.of_loop(found.parts.step_problem.step, found.num_replicas), found.parts.step_problem
     )
@@ -193,9 +209,10 @@ def _pipeline(step: Step, found: Proposal, memory_bytes: int) -> Pipeline:
         stage_sharding(s.intra_op, parts, programs, n, found.parts.pins) for n, s in enumerate(found.stages)
     )
     memory = StageMemory(programs, found.schedule, shardings)
-    plan = _plan(step, found, memory_bytes, _Stages.of(found, parts, memory, memory_bytes))
-    plan = replace(plan, marks=marks_of(plan))
     groups = [stage.group for stage in found.stages]
+    _check_hosts(step, memory, groups)
+    plan = _plan(step, found, memory_bytes, _Stages.of(found, parts, memory, memory_bytes), offload)
+    plan = replace(plan, marks=marks_of(plan))
     devices = tuple(map(StageDevices, groups, found.caps(memory_bytes)))
     return Pipeline(plan, programs, found.schedule, shardings, devices)
 
@@ -209,10 +226,17 @@ def _needed_bytes(pipeline: Pipeline) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """What the programs of stages take, beside time: of each, the peak and the collectives."""
+    """The memory and the collectives of each stage's programs.
+
+    Attributes:
+      peak_bytes: peak of a device.
+      collectives: in a step.
+      host_bytes: on the host, for each device.
+    """
 
     peak_bytes: tuple[float, ...]
     collectives: tuple[tuple[Collective, ...], ...]
+    host_bytes: tuple[float, ...]
 
     @classmethod
     def of(cls, found: Proposal, step: PipelineStep, memory: StageMemory, memory_bytes: int) -> "_Stages":
@@ -241,6 +265,7 @@ class _Stages:
         return cls(
             tuple(peaks),
             tuple(stage_collectives(n, kernels[n], memory, meshes[n]) for n in stages),
+            tuple(map(memory.host_bytes, stages)),
         )
 
 
@@ -263,7 +288,7 @@ def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
     return replace(step, on_the_fly=frozenset(v for v in step.of_microbatch if step.place_of(v) in light))
 
 
-def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Plan:
+def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages, offload: Any) -> Plan:
     problem = found.parts.step_problem
     starts = found.parts.layers.starts
     solutions = {_way(stage): stage.intra_op for stage in found.stages}
@@ -275,7 +300,7 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Pla
         fingerprint=fingerprint(step),
         jax=jax.__version__,
         cluster=found.cluster.to_json(),
-        options=_said(found.parts.pins),
+        options=_said(found.parts.pins, offload),
         groups=tuple(names) if is_mixed else (),
         memory_bytes=memory_bytes,
         executor=MPMD,
@@ -297,9 +322,12 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Pla
     )
 
 
-def _said(pins: Mapping[str, Any]) -> dict[str, Any]:
+def _said(pins: Mapping[str, Any], offload: Any) -> dict[str, Any]:
     """The options that were given, JSON-ready."""
-    return {"pin": {name: str(spec) for name, spec in sorted(pins.items())}} if pins else {}
+    said: dict[str, Any] = {"pin": {name: str(spec) for name, spec in sorted(pins.items())}} if pins else {}
+    if offload is not None:
+        said["offload"] = offload if isinstance(offload, str) else [*offload]
+    return said
 
 
 def _sharding(solution: IntraOp) -> Sharding:
@@ -319,12 +347,20 @@ def _estimates(found: Proposal, taken: _Stages) -> Estimates:
             state_bytes=round(stage.state_bytes),
             workspace_bytes=round(stage.workspace_bytes),
             peak_bytes=round(taken.peak_bytes[n]),
+            host_bytes=round(taken.host_bytes[n]),
             collectives=taken.collectives[n],
         )
         for n, stage in enumerate(found.stages)
     )
     peak_bytes = round(max(taken.peak_bytes))
-    return Estimates(step_s=found.step_s, peak_bytes=peak_bytes, bubble=found.idle_share, stages=stages)
+    host_bytes = round(max(taken.host_bytes))
+    return Estimates(
+        step_s=found.step_s,
+        peak_bytes=peak_bytes,
+        host_bytes=host_bytes,
+        bubble=found.idle_share,
+        stages=stages,
+    )
 
 
 # --- from a plan to what it means
@@ -380,7 +416,10 @@ def _parts(step: Step, plan: Plan, first: Cluster, place: str) -> Parts:
     borders = [stage.first_op for stage in plan.stages]
     _check_borders(PipelineStep.of(step, count), borders, place)
     decided = tuple(zip(*(apart(step, sharding) for sharding in plan.shardings), strict=True))
-    return Parts.of(step, marks, first, count, sites, borders, pins=pins, decided=decided)
+    on_host = [hosted(step, sharding, place) for sharding in plan.shardings]
+    if len({*on_host}) != 1:
+        raise PlanError(f"{place}: all of its shardings must rest the same arguments on the host")
+    return Parts.of(step, marks, first, count, sites, borders, pins=pins, decided=decided, hosted=on_host[0])
 
 
 def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> None:

@@ -45,10 +45,18 @@ class Prepared:
         cluster: Cluster,
         most_layers: int,
         pins: Mapping[str, Any] = NO_PINS,
+        hosted: frozenset[int] = frozenset(),
     ) -> Parts:
         """The step in so many parts; arguments as of `Parts.of`."""
         if count not in self.parts:
             self.parts[count] = Parts.of(
-                step, marks, cluster, count, clock=self.clock, most_layers=most_layers, pins=pins
+                step,
+                marks,
+                cluster,
+                count,
+                clock=self.clock,
+                most_layers=most_layers,
+                pins=pins,
+                hosted=hosted,
             )
         return self.parts[count]

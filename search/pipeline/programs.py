@@ -27,7 +27,7 @@ import jax
 from autoshard.search.ir.graph import Graph, Op, verify
 from autoshard.search.memory.written import Written
 from autoshard.search.pipeline.joined_sums import joined_late
-from autoshard.search.pipeline.local_ties import within_stages
+from autoshard.search.pipeline.local_ties import tied_within_stages, untied, within_stages
 from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep
 from autoshard.search.pipeline.split_loops import between_ops
 from autoshard.search.pipeline.stage_cut import StageCut
@@ -48,11 +48,12 @@ def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = Fa
 
 
 def made_ready(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageCut]:
-    """The step with its loops cut where a cut goes through them, ties within stages, and sums of several stages joined late;
-    and the cut of that."""
+    """The step with its loops cut between stages, barriers within stages, and sums of several stages joined late; and its
+    cut."""
     step, cut = between_ops(step, cut)
     step = within_stages(step, assign(step, cut))
-    return joined_late(step, assign(step, cut)), cut
+    step = joined_late(step, assign(step, cut))
+    return tied_within_stages(step, assign(untied(step), cut)), cut
 
 
 def left_for_later(step: PipelineStep, assigned: StageAssignment) -> frozenset[Op]:

@@ -89,6 +89,7 @@ class Parts:
         most_layers: int = MAX_LAYERS,
         pins: Mapping[str, Any] = NO_PINS,
         decided: Sequence[Any] = (),
+        hosted: frozenset[int] = frozenset(),
     ) -> "Parts":
         """Makes a step ready.
 
@@ -103,10 +104,11 @@ class Parts:
           most_layers: of how many layers it may be made.
           pins: the specs in which arguments must rest.
           decided: per argument, what a plan decides of it; by default nothing is decided.
+          hosted: the arguments that rest in the host's memory.
         """
         device = cluster.device
         problem = StepProblem.of(
-            looped(step, count), marks, device, sites, clock=clock, as_run=as_tasks, decided=decided
+            looped(step, count), marks, device, sites, hosted, decided=decided, clock=clock, as_run=as_tasks
         )
         clock.spend(PARTS_S * len(problem.graph.folded.program.ops))
         return cls(problem, cluster, borders, most_layers=most_layers, pins=pins)
@@ -167,6 +169,7 @@ class Parts:
             problem.marks,
             self.cluster.device,
             sites,
+            problem.hosted,
             known=problem.plain,
             clock=problem.clock,
             as_run=as_tasks,
@@ -214,7 +217,12 @@ class Parts:
         some = _chosen(parts, (most.seconds - none.seconds) / saved_bytes)
         loop_s = self.count * self.ledger(shape).microbatch_s
         plain_s = sum(part.seconds(frozenset()) for part in parts)
-        again = {c.sites: Again(c.sites, 1 + (c.seconds - plain_s) / loop_s) for c in (none, some, most)}
+        before = self.step_problem.rewritten.before
+        again = {
+            sites: Again(sites, 1 + (c.seconds - plain_s) / loop_s)
+            for c in (none, some, most)
+            for sites in (before(c.sites),)
+        }
         return tuple(one for sites, one in again.items() if sites)
 
 

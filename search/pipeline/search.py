@@ -75,6 +75,8 @@ class PipelineOptions:
       remat: "never" to recompute nothing; None to search it.
       memory_share: the share of a cap that stages may take, by their layers' costs.
       pins: the `PartitionSpec` in which an argument must rest on its stage's mesh, by its pytree path.
+      hosted: the arguments that rest in their stage's host memory.
+      offload: the names under which the user asks for these; None if the user says nothing.
     """
 
     memory_bytes: int
@@ -85,6 +87,8 @@ class PipelineOptions:
     remat: str | None = None
     memory_share: float = 1.0
     pins: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    hosted: frozenset[int] = frozenset()
+    offload: tuple[str, ...] | str | None = None
 
     @property
     def wanted(self) -> Wanted:
@@ -301,8 +305,10 @@ class PipelineSearch:
                     left = self._wanting([parts, again], left, times, cutoff_s)
 
     def _parts(self, count: int) -> Parts:
-        first, most_layers = self.cluster.groups[0], self.options.most_layers
-        return self.prepared.in_parts(count, self.step, self.marks, first, most_layers, self.options.pins)
+        first, options = self.cluster.groups[0], self.options
+        return self.prepared.in_parts(
+            count, self.step, self.marks, first, options.most_layers, options.pins, options.hosted
+        )
 
     def _wanting(
         self,
@@ -442,10 +448,11 @@ class PipelineSearch:
     @cached_property
     def _held_bytes(self) -> tuple[int, int]:
         """Bytes of the weights, and of the rest of the state."""
-        arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
+        arguments = enumerate(zip(self.step.graph.inputs, self.step.arguments, strict=True))
         sizes = {role: 0 for role in Role}
-        for v, argument in arguments:
-            sizes[argument.role] += self.step.graph.values[v].num_bytes
+        for n, (v, argument) in arguments:
+            if n not in self.options.hosted:
+                sizes[argument.role] += self.step.graph.values[v].num_bytes
         weights = sizes.pop(Role.PARAMETER) + sizes.pop(Role.FROZEN)
         return weights, sum(sizes.values()) - sizes[Role.BATCH]
 

@@ -163,7 +163,18 @@ class StageMemory:
         return frozenset(v for v, count in parts.items() if count > self.programs.num_replicas)
 
     def bytes_of(self, v: int, stage: int, is_own: bool = False) -> float:
-        """Of a value at a stage; what each replica has for itself is not split over them."""
+        """Bytes of a value on a stage's device; 0 if it is on the host. Values that each replica has for itself are not
+        split over replicas."""
+        return 0.0 if self.programs.values[v].is_on_host else self._local_bytes(v, stage, is_own)
+
+    def host_bytes(self, stage: int) -> float:
+        """Bytes on the host, for each device of a stage: of arguments that rest there. New state takes their place."""
+        programs = self.programs
+        hosted = (v for v in programs.step.graph.inputs if programs.values[v].is_on_host)
+        return sum(self._local_bytes(v, stage) for v in hosted if programs.stage_of[v] == stage)
+
+    def _local_bytes(self, v: int, stage: int, is_own: bool = False) -> float:
+        """Bytes of a value for each device of a stage, wherever it is."""
         sharding, value = self.shardings[stage], self.programs.values[v]
         axes = list(zip(sharding.spec(v), sharding.mesh_shape, strict=True))
         own = is_own or self.programs.is_of_replica(v)

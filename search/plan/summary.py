@@ -388,8 +388,9 @@ def _time(plan: PlanValues) -> list[str]:
 
 def _memory(estimates: Estimates) -> list[str]:
     peak = estimates.peak_bytes
-    if not estimates.residents:
-        return []
+    if not estimates.residents:  # of a pipeline
+        host_bytes = estimates.host_bytes
+        return [f"memory on the host, per device: {format_bytes(host_bytes)}"] * bool(host_bytes)
     residents = sorted(estimates.residents.items(), key=lambda item: -item[1])
     rows = [(kind.replace("_", " "), format_bytes(b), _percent(b, peak)) for kind, b in residents]
     lines = ["memory at the peak, per device", *aligned(rows, right=(1, 2)), f"  at {estimates.peak_at}"]

@@ -56,6 +56,7 @@ class StageEstimates:
       state_bytes: state, which is always there.
       workspace_bytes: temporaries while the stage runs.
       peak_bytes: the peak, with all stages of the device's worker.
+      host_bytes: state in pinned host memory.
       collectives: per kind and axes of its submesh, in a step, if the stage has programs of its own.
     """
 
@@ -69,6 +70,7 @@ class StageEstimates:
     state_bytes: Count
     workspace_bytes: Count = 0
     peak_bytes: Count
+    host_bytes: Count = 0
     collectives: tuple[Collective, ...] = ()
 
 

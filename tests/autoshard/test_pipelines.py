@@ -65,7 +65,7 @@ def test_a_step_trains_as_on_one_device_and_its_state_is_born_on_its_stages(mlp)
     assert [*map(step.plan.mesh_of, step.plan.stages)] == [{"replica": 2, "data": 2}] * 2
 
 
-# --- pinned arguments
+# --- pinned and offloaded arguments
 
 
 def momentum(state, x):
@@ -102,6 +102,7 @@ def of_momentum():
         ),
         ({"state['w'][1]": jax.P("model")}, None, {"w1": jax.P("model")}),
         ({"x": jax.P("data")}, (2, 2), {"x": jax.P("data")}),
+        ({"state['m'][0]": "P('data') on host"}, (2, 2), {"m0": jax.P("data")}),
     ],
 )
 def test_a_pinned_argument_rests_as_pinned_on_each_replica_of_its_stage(pin, mesh, specs, tmp_path):
@@ -124,6 +125,29 @@ def test_a_pinned_argument_rests_as_pinned_on_each_replica_of_its_stage(pin, mes
     assert again.plan == step.plan
 
 
+def test_a_stages_optimizer_state_rests_on_its_host(tmp_path):
+    state, x = of_momentum()
+    options = {"stages": 2, "microbatches": 2, "schedule": "1f1b", "mesh": (2, 2)}
+    step = autoshard.parallelize(momentum, **options, offload=("optimizer_state",))
+    wanted = momentum(momentum(state, x), x)
+    rests, _ = step.in_shardings(state, x)
+    assert {kind: {s.memory_kind for s in rests[kind]} for kind in "wm"} == {
+        "w": {"device"},
+        "m": {"pinned_host"},
+    }
+    after = step(step(jax.device_put(state, rests), x), x)
+    assert jax.tree.map(lambda array: array.sharding, after) == rests
+    one_momentum = WIDTH * WIDTH * 4
+    assert [stage.host_bytes for stage in step.plan.estimates.stages] == [one_momentum // 4] * 2
+    step.plan.save(tmp_path / "plan.json")
+    again = autoshard.parallelize(momentum, plan=tmp_path / "plan.json")
+    same = again(again(state, x), x)
+    assert again.plan == step.plan
+    for got, loaded, want in zip(*map(jax.tree.leaves, (after, same, wanted)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+        np.testing.assert_array_equal(got, loaded)
+
+
 def test_without_a_pin_state_that_only_the_update_reads_is_split_over_replicas():
     state, x = of_momentum()
     step = autoshard.parallelize(momentum, stages=2, microbatches=2, mesh=(2, 2), schedule="1f1b")
@@ -138,8 +162,12 @@ def test_without_a_pin_state_that_only_the_update_reads_is_split_over_replicas()
         ({"pin": {"x": jax.P("data")}, "executor": "spmd"}, "pin= is for stages with a program each"),
         ({"pin": {"state['m'][0]": jax.P("model")}, "mesh": (2, 2)}, "pin \"state['m'][0]\": .*'model'"),
         (
-            {"pin": {"state['m'][0]": "P('data') on host"}},
-            "rests on the host, and a pipeline is planned without",
+            {"offload": ("optimizer_state",), "executor": "spmd"},
+            "offload= is for stages with a program each, and executor='spmd' is one program for all",
+        ),
+        (
+            {"pin": {"state['m'][0]": "P('data') on host"}, "offload": "never"},
+            'rests on the host, and offload="never" forbids it',
         ),
         (
             {"pin": {"state['m'][0]": jax.P(None, None, "data")}, "mesh": (2, 2)},
@@ -291,7 +319,8 @@ def test_a_batch_of_another_size_has_its_own_pipeline(mlp):
         ({"stages": 2, "microbatches": 7}, "24 examples, which is not a multiple of 7"),
         ({"stages": 2, "mesh": (8,)}, "wanted the mesh of a stage as its number of replicas and"),
         ({"stages": 2, "mesh": (2, 4)}, "take 16 devices"),
-        ({"stages": 2, "offload": "never"}, "a pipeline is planned without offload="),
+        ({"stages": 2, "offload": ("residuals",)}, "residuals wait on the host in one program only"),
+        ({"stages": 2, "offload": ("moments",)}, "has no moments that can rest on the host"),
     ],
 )
 def test_what_cannot_be_asked_for_is_said(options, said):

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.search.ir.graph import Phase
+from autoshard.search.ir.graph import Phase, Role
 from autoshard.search.ir.trace import trace
+from autoshard.search.memory.microbatches import looped as looped_step
+from autoshard.search.memory.offload import offloaded
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.programs import made_ready, stage_programs
 from autoshard.search.pipeline.split_loops import between_ops, num_positions
@@ -63,17 +65,17 @@ def behind(parts, *num_products):
     return StageCut(tuple(products[n] for n in num_products))
 
 
-def names(program):
+def names_of(program):
     return [op.name for op in program.graph.ops]
 
 
 def test_each_layers_gradient_is_made_where_the_layer_is():
     parts = parts_of(layers)
     programs = stage_programs(*made_ready(parts, behind(parts, 1)))
-    assert names(programs.tasks[0, FORWARD]).count("dot_general") == 1
-    assert names(programs.tasks[1, FORWARD]).count("dot_general") == 3
-    assert names(programs.tasks[0, BACKWARD]).count("dot_general") == 1  # its input needs no gradient
-    assert names(programs.tasks[1, BACKWARD]).count("dot_general") == 6
+    assert names_of(programs.tasks[0, FORWARD]).count("dot_general") == 1
+    assert names_of(programs.tasks[1, FORWARD]).count("dot_general") == 3
+    assert names_of(programs.tasks[0, BACKWARD]).count("dot_general") == 1  # its input needs no gradient
+    assert names_of(programs.tasks[1, BACKWARD]).count("dot_general") == 6
     homes = [programs.stage_of[v] for v in parts.step.graph.inputs]
     assert homes == [0, 1, 1, 1, 0]
 
@@ -113,7 +115,7 @@ def test_weight_gradients_are_left_for_later():
     parts = parts_of(layers)
     programs = stage_programs(*made_ready(parts, behind(parts, 2)), splits_backward=True)
     backward, later = programs.tasks[1, BACKWARD], programs.tasks[1, WEIGHT_GRADIENT]
-    assert names(backward).count("dot_general") == names(later).count("dot_general") == 2
+    assert names_of(backward).count("dot_general") == names_of(later).count("dot_general") == 2
     assert not backward.sums
     assert len(later.sums) == 2
     assert (0, BACKWARD) not in programs.tasks  # nothing waits for the first stage
@@ -169,3 +171,32 @@ def test_forward_programs_hold_no_backward_op():
     parts = parts_of(layers)
     programs = stage_programs(*made_ready(parts, behind(parts, 2)))
     assert all(op.phase is Phase.FORWARD for s in (0, 1) for op in programs.tasks[s, FORWARD].graph.ops)
+
+
+def test_a_stage_waits_with_its_state_on_the_host_for_values_of_its_own_only():
+    """Moments are named so that those of both stages take turns."""
+    width = 128
+    names = [f"{kind}{layer}" for kind in "ab" for layer in range(2)]
+
+    def step(state, x):
+        def loss_fn(w):
+            out = x
+            for layer in range(2):
+                out = jnp.tanh(out @ w[f"a{layer}"]) @ w[f"b{layer}"]
+            return jnp.mean(out**2)
+
+        grads = jax.grad(loss_fn)(state["w"])
+        m = {name: 0.9 * state["m"][name] + grads[name] for name in names}
+        return {"w": {name: state["w"][name] - m[name] for name in names}, "m": m}
+
+    weights = {name: jax.ShapeDtypeStruct((width, width), "float32") for name in names}
+    traced = trace(step, {"w": weights, "m": weights}, jax.ShapeDtypeStruct((BATCH, width), "float32"))
+    moments = {i for i, a in enumerate(traced.arguments) if a.role is Role.OPTIMIZER_STATE}
+    assert len(moments) == len(names)
+    parts = PipelineStep.of_loop(offloaded(looped_step(traced, 2), frozenset(moments)).step)
+    programs = stage_programs(*made_ready(parts, behind(parts, 2)))
+    assert not [t for t in programs.transfers if programs.values[t.value].is_on_host]
+    updates = [program for program in programs.epilogue if "optimization_barrier" in names_of(program)]
+    assert [program.stage for program in updates] == [0, 1]
+    rests = {programs.stage_of[parts.step.graph.inputs[i]] for i in moments}
+    assert rests == {0, 1}
