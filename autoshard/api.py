@@ -147,11 +147,14 @@ def _found(
     if options.num_stages not in (None, 1):
         return pipelines.searched(step, hardware, options, progress)
 
-    def alone() -> SearchResult:
-        of_one = planning.options(step, hardware, options)
-        return compiled_peaks.one_program(step, hardware, of_one, options, progress)
-
     is_open = pipelines.are_allowed(options)
+
+    def alone() -> SearchResult:
+        own = pipelines.time_of_one_program(options) if is_open else options
+        return compiled_peaks.one_program(
+            step, hardware, planning.options(step, hardware, own), own, progress
+        )
+
     return pipelines.fastest(step, hardware, options, alone, progress) if is_open else alone()
 
 

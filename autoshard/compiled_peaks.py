@@ -9,8 +9,9 @@ plans that do, the fastest counts.
 The searches know nothing of the compiler. A `Judge` is a function from a plan to its `Judgement`, and `kept` wraps any
 search that takes a limit. One loop judges programs, pipelines, and programs that attached GPUs compile anyway.
 
-A user's time limit holds for searches and compiler together. When it is over, a plan that was not compiled is returned as
-such: its estimates have no compiled peak. A plan that was compiled to more than its cap is never returned.
+All searches for one cap share one clock (`autoshard.time_share`). A user's time limit holds for searches and compiler
+together. When it is over, a plan that was not compiled is returned as such: its estimates have no compiled peak. A plan that
+was compiled to more than its cap is never returned.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,16 +36,13 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.options import Options as SearchOptions
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.plan.peak_band import compiled, may_exceed
+from autoshard.time_share import MAX_ROUNDS, TimeShare
 from autoshard.user_warning import warn
 from autoshard.verification.extrapolation import is_long
 from autoshard.verification.judge import CompilerVerifier, Proof, target_config_text
 
 Verify = Callable[[CompilerVerifier, Any, bool], Proof]
 """Verifies a plan on its step."""
-
-MAX_ROUNDS = 6
-"""Largest number of searches for one cap. Source: derived in `tests/autoshard/test_limits.py`. If all plans are compiled to
-36% of the cap more than predicted (`PEAK_BAND`), the fifth fits at the latest. One is left to go half way back."""
 
 NEAR = 0.03
 """Share of the cap: with `verify="always"`, a plan whose extrapolated peak comes this close to the cap is compiled in full.
@@ -172,11 +170,11 @@ def one_program(
       CompilerError: the compiler that was asked for failed.
     """
 
-    def search(limit_bytes: int, limit_s: float | None, said: Progress) -> SearchResult:
-        lower = replace(options, memory_bytes=limit_bytes, time_limit_s=limit_s)
-        return planning.find(step, cluster, lower, said)
+    share, judge = TimeShare(options), judge_of(cluster, asked, progress)
 
-    judge = judge_of(cluster, asked, progress)
+    def search(limit_bytes: int, limit_s: float | None, said: Progress) -> SearchResult:
+        return planning.find(step, cluster, share.options(limit_bytes, limit_s), said)
+
     is_asked = asked.verify == ALWAYS
     return kept(search, judge, options.memory_bytes, progress, is_asked, options.time_limit_s)
 
@@ -304,7 +302,8 @@ class _Rounds[F: Any]:
 
     def _judged(self, limit_bytes: float, found: F) -> _Round[F]:
         """A plan that was found, judged if it has to be."""
-        estimates, gap = found.plan.estimates, found.plan.gap or 0.0
+        estimates = found.plan.estimates
+        gap = 0.0 if found.plan.is_pipeline else found.plan.gap or 0.0  # a pipeline's leaves out the bubble
         peaks_bytes = (estimates.peak_bytes, estimates.peak_bytes)
         trial = Trial(limit_bytes, not self.fitting, *peaks_bytes, estimates.step_s, gap)
         if not self._is_in_doubt(found):

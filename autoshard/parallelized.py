@@ -460,7 +460,8 @@ class Parallelized[**P, R]:
         asked = self._asked(traced)
 
         def alone() -> programs.Built:
-            options = self._of_one_program(traced, cluster, asked)
+            own = pipelines.time_of_one_program(asked) if pipelines.are_allowed(asked) else asked
+            options = self._of_one_program(traced, cluster, own)
             return programs.searched(
                 traced, cluster, options, devices, placing.retraced, tell, given_up, asked
             )

@@ -37,14 +37,11 @@ from autoshard.search.pipeline.stage_pins import marks_of
 from autoshard.search.pipeline.step_work import StepWork
 from autoshard.search.plan.executors import EXECUTORS, FORMER_NAMES, JIT, MPMD, SPMD
 from autoshard.search.plan.plan import Plan
-from autoshard.search.solver.clock import PROCESSOR, Deadline, WorkClock
+from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock, WorkClock
+from autoshard.time_share import LATEST
 from autoshard.user_warning import warn
 
 AnyPipeline = Pipeline | SpmdPipeline
-
-LATEST = 1.25
-"""Times the time limit: a pipeline is not begun later. One program may have needed all of the limit. Source: the promise
-that a search ends within a quarter of its limit."""
 
 MUCH_FASTER = 1.3
 """Largest speed-up of one program over a pipeline's microbatches on busy devices: its kernels take more examples at a time.
@@ -190,18 +187,32 @@ def _prepared(
       found: one program, if one fits.
       clock_s: the processor's time when the search began.
     """
-    limit_s = DEFAULT_TIME_LIMIT_S if options.stages is None else math.inf
-    limit_s = LATEST * (limit_s if options.time_limit_s is None else options.time_limit_s)
     if found is None:
-        return (
-            Prepared.within(limit_s)
-            if options.time_limit_s is None
-            else Prepared(Deadline(PROCESSOR, clock_s + limit_s))
-        )
-    clock, again_s = found.on_mesh.clock, cluster.num_devices * found.plan.estimates.recompute_s
-    began_s = 0.0 if clock.counts_work else clock_s
-    work = StepWork.of(found.on_mesh, again_s)
-    return Prepared(Deadline(clock, began_s + limit_s), bounds=Bounds(step, cluster, work))
+        return Prepared(_deadline(options, WorkClock(), clock_s, 0.0))
+    waited_s = found.plan.search_s.get("compiler", 0.0)
+    again_s = cluster.num_devices * found.plan.estimates.recompute_s
+    bounds = Bounds(step, cluster, StepWork.of(found.on_mesh, again_s))
+    return Prepared(_deadline(options, found.on_mesh.clock, clock_s, waited_s), bounds=bounds)
+
+
+def _deadline(options: Options, clock: SearchClock, began_s: float, waited_s: float) -> Deadline:
+    """The deadline of the search for pipelines behind one program.
+
+    Args:
+      options: the user's options.
+      clock: counts the work of the search.
+      began_s: the processor's time when the search began.
+      waited_s: seconds in which it waited for the compiler.
+    """
+    if options.time_limit_s is not None:
+        return Deadline(PROCESSOR, began_s + options.time_limit_s - waited_s)
+    return Deadline(clock, LATEST * DEFAULT_TIME_LIMIT_S if options.stages is None else math.inf)
+
+
+def time_of_one_program(options: Options) -> Options:
+    """The options of the search for one program before pipelines, which gets most of a user's time limit."""
+    limit_s = options.time_limit_s
+    return options if limit_s is None else replace(options, time_limit_s=limit_s / LATEST)
 
 
 def _least_s(step: Step, cluster: Cluster, options: Options, prepared: Prepared) -> float:
@@ -298,7 +309,7 @@ def searched(
       InfeasibleError: no pipeline fits.
     """
     wanted, executor = _wanted(step, cluster, options), _executor(options)
-    limit_s = LATEST * (math.inf if options.time_limit_s is None else options.time_limit_s)
+    limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
     clock = WorkClock() if options.time_limit_s is None else PROCESSOR
     ready = prepared or Prepared(Deadline.after(limit_s, clock))
 

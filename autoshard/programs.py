@@ -36,6 +36,7 @@ from autoshard.search.options import Options as SearchOptions
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.plan import Plan
+from autoshard.time_share import TimeShare
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
 
@@ -178,8 +179,10 @@ def searched(
         programs.append((found, program))
         return Judgement.of(proof)
 
+    share = TimeShare(options)
+
     def search(limit_bytes: int, limit_s: float | None, said: Progress) -> SearchResult:
-        return find(replace(options, memory_bytes=limit_bytes, time_limit_s=limit_s), said, NEVER)
+        return find(share.options(limit_bytes, limit_s), said, NEVER)
 
     found = compiled_peaks.kept(
         search, judged, options.memory_bytes, progress, time_limit_s=options.time_limit_s

@@ -4,9 +4,9 @@ The smallest peak over all meshes says how far off the cap is, where, and what r
 relaxation of what was asked for is tried: a higher cap, no pin, another mesh, more devices. One that has a plan on any of
 its meshes is listed, with that plan's step time, which a longer search may lower.
 
-All this takes `TIME_LIMIT_S`, and each part a share of what the parts before it have left. A mesh that must hold more than
-the cap whatever is decided (`Memory.least_bytes`) is neither priced nor solved. What there was no time for is named in
-the message, and nothing else is said of it.
+All this takes `TIME_LIMIT_S`, or `SHARE` of the search's time if that is less. Each part has a share of the time that the
+parts before it left. A mesh that must hold more than the cap whatever is decided (`Memory.least_bytes`) is neither priced
+nor solved. The message names parts for which there was no time, and says nothing else of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +28,16 @@ from autoshard.search.solver.pbqp import Labels
 TIME_LIMIT_S = 5.0
 """Seconds by the search's clock for all that is said of a search in vain. Source: a choice of ours; with the search itself a
 user waits ten."""
+
+SHARE = 0.25
+"""Largest share of a search's time limit that the explanation takes. Source: the promise that a search ends within a quarter
+of its limit."""
+
+
+def limit_s(options: Options) -> float:
+    """Seconds by the search's clock for the explanation."""
+    return min(TIME_LIMIT_S, SHARE * options.limit_s)
+
 
 PEAK_SHARE = 0.4
 """Of that, for the smallest peak of all meshes."""

@@ -40,6 +40,8 @@ class Options:
       microbatches: in how many the step goes through its batch; None to search it.
       offload: what is in the host's memory, of `OFFLOADED` and `RESIDUALS`, or the pytree paths of arguments, whole or their
         beginnings; "never" for nothing, None to search it.
+      nominal_s: seconds of work, if there is no time limit.
+      clock: the clock of a search that goes on; None for a new one.
     """
 
     memory_bytes: int
@@ -49,6 +51,8 @@ class Options:
     remat: str | None = None
     microbatches: int | None = None
     offload: tuple[str, ...] | str | None = None
+    nominal_s: float = DEFAULT_TIME_LIMIT_S
+    clock: SearchClock | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0 or not self.limit_s > 0:
@@ -69,11 +73,11 @@ class Options:
     @property
     def limit_s(self) -> float:
         """Seconds for the solver, by a clock as `new_clock` makes it."""
-        return DEFAULT_TIME_LIMIT_S if self.time_limit_s is None else self.time_limit_s
+        return self.nominal_s if self.time_limit_s is None else self.time_limit_s
 
     def new_clock(self) -> SearchClock:
-        """What a search goes by."""
-        return WorkClock() if self.time_limit_s is None else PROCESSOR
+        """The clock of a search."""
+        return self.clock or (WorkClock() if self.time_limit_s is None else PROCESSOR)
 
 
 def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:

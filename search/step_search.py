@@ -444,10 +444,11 @@ class StepSearch:
         """Seconds per step of a plan that recomputes, where that is forbidden and would fit."""
         if self.options.remat != "never":
             return None
-        options = replace(self.options, remat=None, time_limit_s=infeasible.TIME_LIMIT_S)
+        limit_s = infeasible.limit_s(self.options)
+        options = replace(self.options, remat=None, time_limit_s=limit_s)
         trials = Trials(self.step, self.trials.marks, self.cluster, options, self.progress, self.clock)
         allowed = StepSearch(trials)
-        allowed._held_down(first, infeasible.TIME_LIMIT_S / 2)
+        allowed._held_down(first, limit_s / 2)
         return allowed.best.cost_s if allowed.best else None
 
     def _of_smallest_peak(self, first: Plain, least: StepProblem) -> Found:
@@ -457,7 +458,7 @@ class StepSearch:
         Raises:
           InfeasibleError: it does not; says what would.
         """
-        options, deadline = self.options, Deadline.after(infeasible.TIME_LIMIT_S, self.clock)
+        options, deadline = self.options, Deadline.after(infeasible.limit_s(self.options), self.clock)
         is_first = least is first.step_problem
         tried = {first.step_problem: first.on_meshes}
         if not is_first:

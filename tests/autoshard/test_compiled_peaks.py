@@ -40,6 +40,7 @@ class Plan:
     estimates: Estimates
     search_s: Mapping[str, float] = field(default_factory=lambda: {"trace": 1.0, "solve": 2.0})
     gap: float | None = None
+    is_pipeline: bool = False
 
 
 @dataclass(frozen=True)
