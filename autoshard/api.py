@@ -112,7 +112,7 @@ def search(
       **abstract_kwargs: the shapes of arguments that are given by keyword.
 
     Returns:
-      The fastest plan found, with its estimates and, of one program, the solver's certified gap.
+      The fastest plan found, with its estimates and its certified gap.
 
     Raises:
       InputError: an argument, the cluster or an option cannot be used.

@@ -216,15 +216,33 @@ def time_of_one_program(options: Options) -> Options:
 
 
 def _least_s(step: Step, cluster: Cluster, options: Options, prepared: Prepared) -> float:
-    """Seconds of a step of any pipeline, at least."""
-    wanted = _wanted(step, cluster, options)
-    searches = [PipelineSearch(step, marks_of(step, wanted.pins), cluster, wanted, prepared=prepared).least_s]
-    if _executor(options) != MPMD:
-        searches.append(SpmdSearch(step, cluster, wanted, prepared=prepared).least_s)
+    """Seconds of a step of any pipeline with equal stages, at least."""
+    return _least(lambda search: search.least_s(), step, cluster, options, prepared)
+
+
+def _least(
+    bound_s: Callable[[PipelineSearch | SpmdSearch], float],
+    step: Step,
+    cluster: AnyCluster,
+    options: Options,
+    prepared: Prepared,
+) -> float:
+    """The least bound of the searches for each executor that the options allow.
+
+    Raises:
+      InputError: there are no such pipelines.
+    """
+    wanted, executor = _wanted(step, cluster, options), _executor(options)
+    searches = list[PipelineSearch | SpmdSearch]()
+    if executor != SPMD:
+        marks = marks_of(step, wanted.pins)
+        searches.append(PipelineSearch(step, marks, cluster, wanted, prepared=prepared))
+    if executor != MPMD and isinstance(cluster, Cluster):
+        searches.append(SpmdSearch(step, cluster, wanted, prepared=prepared))
     found, refused = list[float](), list[InputError]()
-    for least_s in searches:
+    for search in searches:
         try:
-            found.append(least_s())
+            found.append(bound_s(search))
         except InputError as e:
             refused.append(e)
     if not found:
@@ -320,14 +338,27 @@ def searched(
     def kept() -> AnyPipeline:
         judge = compiled_peaks.judge_of_pipelines(step, cluster, options, progress, lowerings.verified)
         left_s = None if options.time_limit_s is None else ready.deadline.left_s
-        return compiled_peaks.kept(
+        found = compiled_peaks.kept(
             search, judge, wanted.memory_bytes, progress, options.verify == ALWAYS, left_s
         )
+        return _certified(found, step, cluster, options, ready)
 
     def apply(data: Any, place: str) -> AnyPipeline:
         return cast(AnyPipeline, lowerings.applied(step, Plan.from_json(data, place), place))
 
     return processes.found_by_the_first(kept, apply)
+
+
+def _certified[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
+    found: Found, step: Step, cluster: AnyCluster, options: Options, prepared: Prepared
+) -> Found:
+    """A copy of a pipeline with its gap to a bound on all pipelines that the options allow; without one if the work of the
+    step is not known."""
+    if prepared.bounds is None:
+        return found
+    bound_s = _least(lambda search: search.work_s(), step, cluster, options, prepared)
+    gap = max(0.0, 1 - bound_s / found.plan.estimates.step_s)
+    return replace(found, plan=replace(found.plan, gap=gap))
 
 
 def _faster(

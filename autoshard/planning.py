@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from functools import partial
+from math import isclose
 from typing import Any
 
 import jax
@@ -308,12 +309,15 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
 
 
 def as_planned[Found: Any](apply: Callable[[Step, Plan, str], Found]) -> Callable[[Step, Plan, str], Found]:
-    """A function that applies a plan to its step, with the faults of `faults_of` and the plan's compiled peak."""
+    """A function that applies a plan to its step, with the faults of `faults_of`, the plan's compiled peak and, if it was
+    not edited, its gap."""
 
     def applied(step: Step, plan: Plan, place: str) -> Found:
         with faults_of(plan, place):
             found = apply(step, plan, place)
-        return replace(found, plan=compiled_as(found.plan, plan))
+        is_alike = isclose(found.plan.estimates.step_s, plan.estimates.step_s, rel_tol=1e-6)
+        gap = plan.gap if plan.is_sealed and is_alike else None
+        return replace(found, plan=replace(compiled_as(found.plan, plan), gap=gap))
 
     return applied
 

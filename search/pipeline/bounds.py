@@ -28,6 +28,11 @@ and the hosts have to hand out all tasks.
 Stages of different lengths can fill a pipeline sooner, if those behind are shorter: a cut of divisible layers may be faster
 by some percent than equal stages are. Layers are not divisible. So a family's bound is one for its cuts into equal stages,
 and ranks families whose stages differ.
+
+*Of any cut.* In a step in c parts, all devices together spend the work of the step in c parts on z devices each, wherever
+stages begin, in any schedule. The busiest of D devices spends a D-th of it at least. The work never falls as z grows
+(`search.pipeline.step_work`), so the smallest z bounds stages of several sizes, too. This bound certifies a plan. It leaves
+out the bubble, all communication and the hosts' dispatch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -136,6 +141,15 @@ class Bounds:
         if key not in self._least_s:
             self._least_s[key] = self._bounded_s(one, num_stages)
         return self._least_s[key]
+
+    def work_s(self, count: int, size: int) -> float:
+        """Seconds of a step of any pipeline, at least, wherever its stages begin.
+
+        Args:
+          count: in how many parts the step goes through its batch.
+          size: the fewest devices of a replica; it divides those of all replicas.
+        """
+        return (self.work.passes(count, size).total_s + self.work.once_s) / self.cluster.num_devices
 
     def _bounded_s(self, one: Pipelines, num_stages: int | None) -> float:
         total, size, m = self.cluster.num_devices, prod(one.shape), one.num_microbatches

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from math import inf, prod
+from math import gcd, inf, prod
 from typing import Any, NamedTuple
 
 from autoshard.cost_model.cluster import Cluster
@@ -200,6 +200,20 @@ class PipelineSearch:
           InputError: there is nothing like what is asked for.
         """
         return min(map(self._least_s, self._counts()), default=inf)
+
+    def work_s(self) -> float:
+        """Seconds of a step of any pipeline, at least, wherever its stages begin.
+
+        Raises:
+          InputError: there is nothing like what is asked for.
+        """
+        bounds, counts = self.prepared.bounds, self._counts()
+        if bounds is None:
+            return 0.0
+        sizes = {
+            count: [prod(shape) for _, shapes in self._meshes(count) for shape in shapes] for count in counts
+        }
+        return min((bounds.work_s(count, gcd(*some)) for count, some in sizes.items() if some), default=inf)
 
     def _is_worth(self, least_s: float) -> bool:
         """Whether pipelines that take so many seconds at least may be better. Of two that wait for their hosts, that is the

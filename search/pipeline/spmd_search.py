@@ -244,6 +244,16 @@ class SpmdSearch:
             (self._least_s(one) for one in self._all() if self._may_hold(one.num_replicas)), default=inf
         )
 
+    def work_s(self) -> float:
+        """Seconds of a step of any pipeline, at least, wherever its stages begin.
+
+        Raises:
+          InputError: no numbers go together.
+        """
+        bounds = self.prepared.bounds
+        each = ((one.count, prod(one.shape)) for one in self._all() if self._may_hold(one.num_replicas))
+        return 0.0 if bounds is None else min((bounds.work_s(*one) for one in each), default=inf)
+
     def _least_s(self, dealt: Dealt) -> float:
         """Seconds of a step, at least."""
         if self.prepared.bounds is None:

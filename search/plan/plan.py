@@ -73,7 +73,9 @@ class Plan(PlanValues):
       gap: certified by the solver: by this cost model, no plan takes less time than this one by more than this share of
         it. The certificate covers plans on `meshes` and within the options, with the same microbatches, recomputation and
         offloading, that hold at most `memory_bytes` in program order. (The kernels' memory is simulated for the plan found
-        only.) None if decisions were edited since, and of pipelines.
+        only.) Of a pipeline: by this cost model, the work of a step of any pipeline within the options, shared evenly by all
+        devices, takes less time than this plan by no more than this share. None if decisions were edited since, or the work
+        is not known.
       candidates: those that were tried, with their bounds and times, on which the gap rests; of one program.
       marks: digests of the decisions that the estimates are for (`search.plan.edits`); empty if unknown.
       outline: the traced step's types and ops, to say how another step differs; None in a file without it.

@@ -142,6 +142,8 @@ def test_a_stages_optimizer_state_rests_on_its_host(tmp_path):
     again = autoshard.parallelize(momentum, plan=tmp_path / "plan.json")
     same = again(again(state, x), x)
     assert again.plan == step.plan
+    assert again.plan.gap == step.plan.gap
+    assert 0 < (step.plan.gap or 0) < 1
     for got, loaded, want in zip(*map(jax.tree.leaves, (after, same, wanted)), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
         np.testing.assert_array_equal(got, loaded)

@@ -129,3 +129,24 @@ def test_no_pipeline_with_equal_stages_is_faster_than_its_family(dtype, num_repl
             took_s = equal_stages(parts_of(dtype, one.count), one).step_s
             ratios.append(least_s / took_s)
     assert share < max(ratios) <= 1 + 1e-9, "a bound from far away bounds nothing"
+
+
+def test_no_cut_takes_less_than_the_work_of_a_step_shared_evenly():
+    """All cuts of the blocks into two stages, with as many devices each."""
+    one = Pipelines("1f1b", 8, 1, (4,))
+    parts, bounds = parts_of("bfloat16", one.count), bounds_of("bfloat16")
+    schedule = build_schedule(one.schedule, 2, one.num_microbatches, 2)
+    took_s = [
+        Proposal.of(
+            [parts] * 2,
+            CLUSTER,
+            1,
+            [Placed(0, cut, 0, one.shape), Placed(cut, parts.layers.num_layers, 4, one.shape)],
+            schedule,
+        ).step_s
+        for cut in range(1, parts.layers.num_layers)
+    ]
+    work_s = bounds.work_s(one.count, 4)
+    assert bounds.work_s(one.count, 1) <= work_s <= min(took_s)
+    bubble = 1 / (8 + 1)
+    assert work_s > (1 - bubble - 0.2) * min(took_s), "a bound from far away bounds nothing"
