@@ -271,9 +271,28 @@ def test_a_transformers_stages_on_several_kinds_of_node_gather_nothing_in_each_t
         assert c.compiled_count <= 2 * c.predicted_count
 
 
-def test_a_stages_programs_hold_and_send_what_is_predicted():
-    """Of square weights, and of a batch of which each task reads its part."""
-    case = make_mlp(widths=(1024,) * 5, batch=1024)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_stages_programs_hold_and_send_what_is_predicted(dtype):
+    """Of square weights, and of a batch of which each task reads its part. Replicas' gradients travel in their own type."""
+    case = make_mlp(widths=(1024,) * 5, batch=1024, dtype=dtype)
     options = {"stages": 2, "mesh": (4, 1), "microbatches": 4, "executor": "mpmd", "schedule": "1f1b"}
     plan = autoshard.search(case.step, *case.abstract_args(), cluster="8xH100-80GB", **options)
     assert "fits, as predicted" in str(autoshard.verify(case.step, *case.abstract_args(), plan=plan))
+
+
+def test_state_on_the_host_is_fetched_in_its_stages_update_and_takes_no_device_memory_else():
+    case = make_mlp(widths=(1024,) * 5, batch=1024)
+    options = {"stages": 2, "mesh": (4, 1), "microbatches": 4, "executor": "mpmd", "schedule": "1f1b"}
+    proofs = list[PipelineVerification]()
+    for offload in (None, ("optimizer_state",)):
+        found = {"cluster": "8xH100-80GB", "offload": offload, **options}
+        plan = autoshard.search(case.step, *case.abstract_args(), **found)
+        proof = autoshard.verify(case.step, *case.abstract_args(), plan=plan)
+        assert isinstance(proof, PipelineVerification)
+        assert "fits, as predicted" in str(proof)
+        proofs.append(proof)
+    for plain, hosted in zip(*(proof.stages for proof in proofs), strict=True):
+        moved_bytes = hosted.predicted.host_bytes
+        assert moved_bytes > 0
+        assert hosted.compiled.host_bytes == moved_bytes
+        assert plain.compiled.peak_bytes - hosted.compiled.peak_bytes == pytest.approx(moved_bytes, rel=0.01)
