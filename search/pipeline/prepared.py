@@ -15,12 +15,12 @@ from autoshard.search.solver.clock import Deadline, SearchClock, WorkClock
 
 @dataclass(slots=True)
 class Prepared:
-    """What is known of a step.
+    """A step, as far as it is made ready for pipelines.
 
     Attributes:
-      deadline: after it nothing more is begun; all that is done for the step goes by its clock.
-      parts: by how many it is in, the step in them.
-      bounds: the least times of its pipelines, once its work is known.
+      deadline: no work is begun later; its clock counts all work for the step.
+      parts: the step in parts, by their number.
+      bounds: the least times of its pipelines; None until the work of the step is known.
     """
 
     deadline: Deadline
@@ -29,12 +29,12 @@ class Prepared:
 
     @classmethod
     def within(cls, nominal_s: float = inf) -> "Prepared":
-        """Nothing is known yet, and so much time is left."""
+        """A step of which nothing is known yet, with nominal seconds of work."""
         return cls(Deadline.after(nominal_s, WorkClock()))
 
     @property
     def clock(self) -> SearchClock:
-        """Counts the work that is done."""
+        """The clock that counts the work."""
         return self.deadline.clock
 
     def in_parts(
@@ -47,7 +47,7 @@ class Prepared:
         pins: Mapping[str, Any] = NO_PINS,
         hosted: frozenset[int] = frozenset(),
     ) -> Parts:
-        """The step in so many parts; arguments as of `Parts.of`."""
+        """The step in a number of parts; the arguments are those of `Parts.of`."""
         if count not in self.parts:
             self.parts[count] = Parts.of(
                 step,

@@ -1,13 +1,13 @@
-"""What a pipeline's devices hold, program by program, in the order in which these are handed out.
+"""The memory of a pipeline's devices, program by program, in the order in which the host dispatches them.
 
-JAX sets memory aside when a program is handed out, and lets go of what nobody reads any more. So a schedule, and what each
-program reads and makes, say what lies on a stage's devices when one begins:
+JAX allocates memory when a program is dispatched, and frees an array behind its last reader. So the schedule, and the
+operands and results of each program, decide which arrays lie on a stage's devices when a program begins:
 
-* *once*: arguments that rest there, what the prologue made and what came from other stages, the sums;
-* *in flight*: of each microbatch, what a task has made or another stage has sent, until its last reader there has run.
+* *once*: arguments that rest there, results of the prologue, copies of other stages' values, and the sums;
+* *in flight*: of each microbatch, results of tasks and values sent by other stages, until their last reader there has run.
 
-To that a program adds what it makes, and what it needs meanwhile (`search.pipeline.task_memory`). Behind the tasks, sums of
-replicas are added up, and the update runs.
+A program adds its results, and its temporaries (`search.pipeline.task_memory`). Behind the tasks, the sums of replicas are
+added together, and the update runs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,12 +26,12 @@ Job = tuple[int, TaskKind]
 
 @dataclass(frozen=True, eq=False)
 class StageMemory:
-    """The memory of a pipeline's stages. Bytes are a device's.
+    """The memory of a pipeline's stages, in bytes on a device.
 
     Attributes:
-      programs: what stages run.
-      schedule: when.
-      shardings: how each stage's values lie.
+      programs: the programs of all stages.
+      schedule: the order of their tasks.
+      shardings: per stage, the specs of its values.
     """
 
     programs: StagePrograms
@@ -39,10 +39,10 @@ class StageMemory:
     shardings: Sequence[StageSharding]
 
     def task_peaks(self, temporary_bytes: Mapping[Job, float]) -> tuple[float, ...]:
-        """The most that each worker's devices hold while tasks run.
+        """The peak of each worker's devices while tasks run.
 
         Args:
-          temporary_bytes: what a task needs while it runs.
+          temporary_bytes: the temporaries of each task.
         """
         held = [self._once_bytes(worker) for worker in range(self.schedule.num_workers)]
         highest = list(held)
@@ -60,7 +60,7 @@ class StageMemory:
         return tuple(highest)
 
     def prologue_peak(self, stage: int, temporary_bytes: float) -> float:
-        """The most that a stage's devices hold before its first task: what it makes for other stages lies there, too."""
+        """The peak of a stage's devices before its first task. Results for other stages lie there, too."""
         made = {v for p in self.programs.prologue if p.stage == stage for v in p.makes}
         resting_bytes = sum(
             self.bytes_of(v, stage) for v in self._once(stage) & {*self.programs.step.graph.inputs}
@@ -69,7 +69,7 @@ class StageMemory:
         return resting_bytes + made_bytes + temporary_bytes
 
     def update_peak(self, stage: int, temporary_bytes: float) -> float:
-        """The most that a stage's devices hold behind all tasks."""
+        """The peak of a stage's devices behind all tasks."""
         read = self._read_by(stage, self.programs.epilogue)
         resting = self._once(stage) & (read | {*self.programs.step.graph.inputs})
         resting_bytes = sum(self.bytes_of(v, stage) for v in resting - self.programs.sums)
@@ -83,7 +83,8 @@ class StageMemory:
         }
         made = {v for p in self.programs.epilogue if p.stage == stage for v in p.makes} - replaced
         fresh_bytes = sum(self.bytes_of(v, stage) for v in made)
-        adding_bytes = 0.0 if self.programs.num_replicas == 1 else sum_bytes + total_bytes
+        turned_bytes = sum(self.bytes_of(v, stage, is_own=True) for v in sums if self._is_turned(v, stage))
+        adding_bytes = 0.0 if self.programs.num_replicas == 1 else turned_bytes + total_bytes
         copied_bytes = sum(
             self.bytes_of(v, stage) for v in self.programs.copied if self.programs.stage_of[v] == stage
         )
@@ -93,10 +94,16 @@ class StageMemory:
             fresh_bytes + copied_bytes,
         )
 
-    # --- what is there once
+    def _is_turned(self, v: int, stage: int) -> bool:
+        """Whether a sum is copied before it is reduced and scattered: replicas get parts along another dimension than its
+        first of a size above one."""
+        dim, shape = self.shardings[stage].spec(v)[0], self.programs.values[v].shape
+        return dim != WHOLE and any(size > 1 for size in shape[:dim])
+
+    # --- values that lie there once
 
     def _once_bytes(self, worker: int) -> float:
-        """What a worker's devices hold all the while that tasks run."""
+        """The bytes that a worker's devices hold as long as tasks run."""
         found: dict[tuple[int, Spec], float] = {}
         for stage in self.schedule.stages_of(worker):
             is_home = self.schedule.workers_of(stage)[0] == worker
@@ -118,7 +125,7 @@ class StageMemory:
     def _read_by(self, stage: int, programs: Iterable[StageProgram]) -> frozenset[int]:
         return frozenset(v for program in programs if program.stage == stage for v in program.reads)
 
-    # --- what there is of each microbatch
+    # --- values of each microbatch
 
     @cached_property
     def _made_bytes(self) -> dict[Job, float]:
@@ -129,7 +136,7 @@ class StageMemory:
 
     @cached_property
     def _freed_bytes(self) -> dict[Job, float]:
-        """What nobody at a stage reads behind a task."""
+        """By task, the bytes of values whose last reader at the stage it is."""
         found = dict.fromkeys(self.programs.tasks, 0.0)
         for stage in range(self.programs.num_stages):
             last: dict[int, TaskKind] = {}
@@ -144,7 +151,7 @@ class StageMemory:
 
     @cached_property
     def _sent_bytes(self) -> dict[Job, dict[int, float]]:
-        """What a task's results take at the stages to which they are sent."""
+        """By task, the bytes of its results at each stage to which they are sent."""
         maker = {v: job for job, program in self.programs.tasks.items() for v in program.makes}
         found: dict[Job, dict[int, float]] = {job: {} for job in self.programs.tasks}
         for transfer in self.programs.transfers:
@@ -156,7 +163,7 @@ class StageMemory:
 
     @cached_property
     def _kept(self) -> frozenset[int]:
-        """What the epilogue reads of every microbatch."""
+        """The values that the epilogue reads of every microbatch."""
         parts: dict[int, int] = {}
         for v, _ in self.programs.pieces.values():
             parts[v] = parts.get(v, 0) + 1
@@ -181,5 +188,5 @@ class StageMemory:
         return value.num_bytes / prod(size for dim, size in axes[own:] if dim >= 0)
 
     def is_whole(self, v: int, stage: int) -> bool:
-        """Whether each replica has all of a value, or of its part of it."""
+        """True if a value is not split over replicas."""
         return self.shardings[stage].spec(v)[0] == WHOLE

@@ -1,6 +1,6 @@
-"""What a stage's device needs while it runs a program, and what it says to others: the program's kernels.
+"""The kernels of a stage's programs: the temporaries of each program, and its collectives.
 
-Tasks run for each part of the batch that a replica has; what is done once is shared out among the replicas.
+A task runs for each part of the batch that a replica has. Work that runs once in a step is shared by the replicas.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from autoshard.search.plan.stage_programs import StageProgram, StagePrograms
 
 @dataclass(frozen=True, eq=False)
 class ProgramKernels:
-    """The kernels of a replica's device, by the program that runs them.
+    """The kernels of a replica's device, by program.
 
     Attributes:
-      intra_op: how the devices of a replica share the work.
+      intra_op: the strategies of a replica's devices.
       step: the step in parts, cut as the programs are.
-      programs: of its stages.
+      programs: the programs of its stages.
     """
 
     intra_op: IntraOp
@@ -30,11 +30,11 @@ class ProgramKernels:
     programs: StagePrograms
 
     def temporary_bytes(self, program: StageProgram, limit_bytes: float) -> float:
-        """The most that a program's kernels need at once, of what they neither get nor hand on.
+        """The peak of a program's temporaries: buffers that are neither its operands nor its results.
 
         Args:
           program: one of the programs.
-          limit_bytes: what the compiler's scheduler may use for it.
+          limit_bytes: the memory that the compiler's scheduler may use for them.
         """
         needed = self._of_program.temporary_bytes(program, limit_bytes)
         is_task = program in self.programs.tasks.values()
@@ -43,7 +43,7 @@ class ProgramKernels:
     def collectives(
         self, program: StageProgram
     ) -> Iterator[tuple[str, tuple[int, ...], float, float, float]]:
-        """A program's collectives: kind, mesh axes, how many in a step, their bytes on a device and their seconds."""
+        """A program's collectives: kind, mesh axes, number in a step, bytes on a device, and seconds."""
         once = program in self.programs.epilogue
         for kernel, what, count, share in self._of_program.collectives(program):
             own = share / self.programs.num_replicas

@@ -49,13 +49,13 @@ def encoder_decoder(params, batch):
     return jnp.mean(x**2)
 
 
-def parts_of(loss_fn, num_microbatches=2):
+def parts_of(loss_fn, num_microbatches=2, num_replicas=1):
     shape = (WIDTH, WIDTH)
     params = [jax.ShapeDtypeStruct(shape, "float32")] * LAYERS
     if loss_fn is looped:
         params = jax.ShapeDtypeStruct((LAYERS, *shape), "float32")
     batch = {"x": jax.ShapeDtypeStruct((BATCH, WIDTH), "float32")}
-    return PipelineStep.of(trace(trained(loss_fn), params, batch), num_microbatches)
+    return PipelineStep.of(trace(trained(loss_fn), params, batch), num_microbatches, num_replicas)
 
 
 def behind(parts, *num_products):
