@@ -1,7 +1,6 @@
-"""Which layer has what of a step: of each op of its flat program the share of every layer, and what a pipeline knows of
-values.
+"""The layers' shares of a step: for each op of its flat program, the share of every layer; and the layers of values.
 
-All that is the same however a replica's devices share the work; what it costs is in `search.pipeline.layer_costs`.
+These do not depend on the strategies of a replica's devices. `search.pipeline.layer_costs` prices them.
 """
 
 from dataclasses import dataclass
@@ -21,19 +20,20 @@ IN_LOOP = ("forward", "backward", "weight gradient")
 """The parts of the step that run for each microbatch."""
 
 ONCE = "once"
-"""The rest of it."""
+"""The part of the step that runs once."""
 
 IN_BODY = 4
-"""Of the site of what is in an op of the loop's body, what says which op: the loop, which of its bodies, and where there."""
+"""Length of the beginning of a site that names an op of the loop's body: the loop, its key, the number of the body, and the
+place there."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerShares:
-    """What layers have of a step.
+    """The shares that layers have of a step.
 
     Attributes:
-      step_problem: of the step with its loop over parts.
-      layers: of the same step.
+      step_problem: the step with its loop over parts.
+      layers: the layers of this step.
     """
 
     step_problem: StepProblem
@@ -41,19 +41,20 @@ class LayerShares:
 
     @property
     def num_layers(self) -> int:
-        """How many there are."""
+        """Number of layers."""
         return self.layers.num_layers
 
     @property
     def program(self) -> FlatProgram:
-        """The step's."""
+        """The step's flat program."""
         return self.step_problem.graph.folded.program
 
     # --- ops of the flat program
 
     @cached_property
     def of_op(self) -> list[Array]:
-        """Of each op; one that no stage has, such as an addition to a sum, goes with what it reads."""
+        """By op, the share of each layer. An op without a stage, such as the addition to a sum, has the shares of its first
+        operand with known ones."""
         maker = self.program.maker
         found, nowhere = dict[int, Array](), only(0, self.num_layers)
         for i, op in enumerate(self.program.ops):
@@ -69,7 +70,7 @@ class LayerShares:
 
     @cached_property
     def _of_site(self) -> dict[Site, Array]:
-        """By op of the step: the share of it that each layer has."""
+        """By op of the step, the share of each layer."""
         step, found = self.layers.step, dict[Site, Array]()
         for op, layer in self.layers.assigned.of_op.items():
             if (site := step.site_of(op)) is not None:
@@ -79,7 +80,7 @@ class LayerShares:
 
     @cached_property
     def _of_traced(self) -> dict[Site, Array]:
-        """By op of the step before copies to and from the host: the share of it that each layer has."""
+        """By op of the step before copies to and from the host, the share of each layer."""
         origin = self.step_problem.rewritten.origin
         return {(origin[site[0]], *site[1:]): share for site, share in self._of_site.items()}
 
@@ -94,7 +95,7 @@ class LayerShares:
         return [assigned.get(v, 0) for v in self.layers.step.step.graph.inputs]
 
     def outermost(self, op: FlatOp) -> Site:
-        """The op of the step, or of its loop's body, that a flat op is in."""
+        """The op of the step, or of its loop's body, around a flat op."""
         loop = self.layers.step.loop
         return op.site[:IN_BODY] if op.site[:1] == (loop,) else op.site[:1]
 
@@ -112,7 +113,7 @@ class LayerShares:
         return start <= i < end
 
     def part(self, i: int) -> str:
-        """The part of the step that an op is in."""
+        """The part of the step to which an op belongs."""
         op = self.program.ops[i]
         if not self.is_in_loop(i):
             return ONCE
@@ -121,7 +122,7 @@ class LayerShares:
         return "weight gradient" if self.is_later(i) else "backward"
 
     def is_later(self, i: int) -> bool:
-        """Whether only weight gradients need an op; of a loop over layers, if that is so in each of them."""
+        """True if only weight gradients need an op; for a loop over layers, if that holds in each layer."""
         return self.outermost(self.program.ops[i]) in self._later
 
     @cached_property
@@ -144,7 +145,7 @@ class LayerShares:
 
     @cached_property
     def read_whole(self) -> frozenset[int]:
-        """What tasks read that there is once."""
+        """The values that tasks read and that are the same for all microbatches."""
         step = self.layers.step
         read = {v for op in step.body for v in op.operands}
         constants = {v for v, _ in step.constants}
@@ -159,7 +160,7 @@ class LayerShares:
 
     @cached_property
     def crossing(self) -> tuple[tuple[int, int, int], ...]:
-        """What the forward pass hands on: the value, the layer that makes it, and the last one that reads it."""
+        """The forward values that later layers read: each with the layer that makes it, and the last that reads it."""
         of_op = self.layers.assigned.of_op
         forward = [op for op in self.layers.step.forward_ops if op in of_op]
         made = {v: of_op[op] for op in forward for v in op.outputs}
@@ -172,7 +173,7 @@ class LayerShares:
 
 
 def only(layer: int, num_layers: int) -> Array:
-    """All of it in one layer."""
+    """The shares of an op that belongs to one layer."""
     share = np.zeros(num_layers)
     share[layer] = 1.0
     return share

@@ -1,16 +1,16 @@
 """The programs of a pipeline's stages, written from a step whose ops have stages.
 
-An op goes into the program of its stage and of the part of the step that it stands in: forward, backward, prologue,
-epilogue. What a program reads and does not make comes in; what others read of what it makes goes out. What is light is
-made anew in each program that reads it; so is, by a backward program, what the compiler would not store of its stage's
-forward pass, were both one program.
+An op goes into the program of its stage and of its part of the step: prologue, forward, backward, epilogue. A program's
+operands are the values that its ops read and do not make; its results are the values that other programs read. Each program
+makes light values anew. A backward program also computes those forward values again that the compiler would not store if
+both passes were one program.
 
 *Prologue and epilogue* may have to wait for other stages. An op's level is the number of hops between stages that lie
 before it: one program runs the ops of one stage and level. So no two programs wait for each other, and there are few.
 
-*Weight gradients.* Where the schedule has them apart, the backward program of a stage keeps what other stages wait for,
-found by slicing backwards from what it sends; the rest follows in a program of its own (Qi et al. 2024, "Zero bubble
-pipeline parallelism"). The first stage sends nothing: there, all is left for later.
+*Weight gradients.* If the schedule has tasks for them, the backward program of a stage keeps the ops that other stages wait
+for: a backward slice from the values that it sends. The other ops follow in a program of their own (Qi et al. 2024, "Zero
+bubble pipeline parallelism"). The first stage sends nothing, so that all of its backward ops come later.
 
 *Sums* are added up in the program that makes their terms.
 """
@@ -41,7 +41,7 @@ def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = Fa
 
     Args:
       step: the step in parts, made ready for the cut.
-      cut: where its forward phase is cut, between two ops.
+      cut: the positions at which stages begin in its forward phase.
       splits_backward: whether weight gradients have programs of their own.
     """
     return _Writing(step, assign(step, cut), splits_backward).run()
@@ -57,7 +57,7 @@ def made_ready(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageCu
 
 
 def left_for_later(step: PipelineStep, assigned: StageAssignment) -> frozenset[Op]:
-    """The backward ops that no other stage waits for."""
+    """The backward ops on which no other stage depends."""
     backward = [op for op in step.body if op in assigned.backward]
     awaited: set[int] = set()
     later: set[Op] = set()
@@ -73,7 +73,8 @@ def left_for_later(step: PipelineStep, assigned: StageAssignment) -> frozenset[O
 
 @dataclass(frozen=True)
 class _Place:
-    """Of which program an op is: the part of the step, in the order in which these run, stage, and level in that part."""
+    """The program of an op: a part of the step (numbered in the order in which parts run), a stage, and a level in the
+    part."""
 
     part: int
     level: int
@@ -90,7 +91,7 @@ _NAMES = ("prologue", "forward", "backward", "weight gradient", "update")
 
 
 class _Writing:
-    """The programs of one step in the making."""
+    """Writes the programs of one step."""
 
     def __init__(self, step: PipelineStep, assigned: StageAssignment, splits_backward: bool) -> None:
         self.step, self.assigned, self.splits_backward = step, assigned, splits_backward
@@ -126,7 +127,7 @@ class _Writing:
             self.results,
         )
 
-    # --- which op is in which program
+    # --- from ops to programs
 
     def _placed(self) -> dict[_Place, list[Op]]:
         """The ops of each program, in program order."""
@@ -156,7 +157,7 @@ class _Writing:
         return found
 
     def _hand_out_what_is_made_anew(self, placed: dict[_Place, list[Op]]) -> None:
-        """Results that no program makes get one, at the stage of what they replace."""
+        """Gives each result that no program makes a program: at the stage of the argument that it replaces."""
         step = self.step.step
         for v, replaced in zip(self.results, step.replaces, strict=True):
             if v in self._anew:
@@ -167,20 +168,20 @@ class _Writing:
     # --- programs
 
     def _wanted(self, placed: Mapping[_Place, Sequence[Op]]) -> frozenset[int]:
-        """What programs make for others, or for the caller."""
+        """The values that programs make for other programs or for the caller."""
         wanted = {*self.step.step.graph.made}
         for place, ops in placed.items():
             wanted |= {*self._body(place, ops).entering}
         return frozenset(wanted | {v for piece, (v, _) in self.step.pieces.items() if piece in wanted})
 
     def _made_anew_at(self, place: _Place) -> list[int]:
-        """What is made anew as a result of the step in a program."""
+        """The step's results that a program makes anew."""
         is_first = place.part == _EPILOGUE and place.level == 0
         return [v for v in self._anew if is_first and self.stage_of[v] == place.stage]
 
     @cached_property
     def _anew(self) -> tuple[int, ...]:
-        """The results that are made wherever they are read: by light ops, or as constants."""
+        """The results that each reader makes anew: constants, and results of light ops."""
         constants = {v for v, _ in self.step.constants}
         results = dict.fromkeys(self.step.step.graph.made)
         return tuple(v for v in results if v in constants or self.step.maker.get(v) in self.step.made_anew)
@@ -192,7 +193,7 @@ class _Writing:
         return _Body(self.step, ops, self._made_anew_at(place), again)
 
     def _again_at(self, stage: int) -> frozenset[Op]:
-        """The forward ops of a stage that its backward pass runs again: the compiler would not store what they make."""
+        """The forward ops of a stage that its backward pass runs again: the compiler would not store their results."""
         assigned = self.assigned
         return frozenset(
             op
@@ -228,12 +229,12 @@ class _Writing:
 
 
 class _Body:
-    """The ops of a program with what it makes anew.
+    """The ops of a program, with those that make values anew.
 
     Attributes:
-      ops: all of them, in an order in which they can run.
-      entering: what they read and do not make.
-      constants: what they read that is always the same.
+      ops: all ops, in an order in which they can run.
+      entering: the values that they read and do not make.
+      constants: the constants that they read.
     """
 
     def __init__(

@@ -410,7 +410,9 @@ def certified_gap(plan: PlanValues) -> str:
     is_proven = plan.gap < 1e-9  # the solver's own rounding
     within = "it is the fastest" if is_proven else f"within {_rounded_up(100 * plan.gap)}% of the fastest"
     if plan.is_pipeline:
-        return f"certified gap: {within} pipeline, as if none had a bubble, communicated or waited for its host"
+        return (
+            f"certified gap: {within} pipeline, as if none had a bubble, communicated or waited for its host"
+        )
     return f"certified gap: {within} plan of its search space"
 
 
