@@ -1,17 +1,15 @@
-"""What layers cost when a replica's devices run them by a solution: from kernels and live ranges to numbers per layer.
+"""The costs of layers under a solution for a replica's devices: from kernels and live ranges to numbers per layer.
 
-The solution says what a device would do in the whole step: kernels with their times, arrays with their bytes
-(`search.device`, `search.problem.live_ranges`). Each belongs to an op, and that to a layer, or several
-(`search.pipeline.layer_shares`). So what a run of layers costs is a sum over them, but for the memory that one of them needs
-while it runs.
+A solution gives a device's kernels with their times, and its arrays with their bytes (`search.device`,
+`search.problem.live_ranges`). Each belongs to an op, and each op to one or several layers (`search.pipeline.layer_shares`).
+So the cost of a run of layers is the sum of their costs. One cost is a maximum: the memory that a layer needs as it runs.
 
-* *Of a microbatch*: what runs in the loop over parts, forward and backward, and of the latter what makes weight gradients
-  alone. A replica runs its own parts only. What of the communication runs behind computation is known for the whole step;
-  each layer is given as much of it.
-* *Once*: the rest, mostly the update, on its share of the state, as that lies in as many parts as there are replicas. To
-  that come the gradients' reduction over replicas, and the gathering of what tasks read of the new state.
-* *Memory*: residuals of a microbatch, from the forward pass to the backward pass; state, sums and what tasks read whole,
-  always there; what else a layer makes, while it runs.
+* *Of a microbatch*: the kernels in the loop over parts: forward, backward, and weight gradients apart. A replica runs its
+  own parts only. The communication that computation hides is known for the whole step; all kernels get the same share.
+* *Once*: all other kernels, mostly those of the update, on a replica's part of the state. The reduction of gradients over
+  replicas comes on top, and the gathering of new parameters.
+* *Memory*: residuals of a microbatch, from the forward to the backward pass; state, sums and values that tasks read whole,
+  at any time; other values, as a layer runs. Values on the host take none.
 """
 
 from collections.abc import Iterable
@@ -35,18 +33,18 @@ from autoshard.search.problem.live_ranges import LiveRange
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCosts:
-    """Of layers; arrays are [layers], bytes are per device.
+    """The costs of layers: arrays of shape [layers], bytes on a device.
 
     Attributes:
-      forward_s: of a microbatch.
-      backward_s: likewise, without weight gradients.
-      weight_gradient_s: likewise.
-      once_s: in a step.
-      residual_bytes: of a microbatch, from the forward to the backward pass.
-      weight_gradient_bytes: likewise, from the backward pass to the weight gradients, where these are apart.
-      state_bytes: always there.
-      workspace_bytes: while a layer runs.
-      crossing_bytes: [layers + 1] of a microbatch: what a device hands on at each border, in the forward pass.
+      forward_s: seconds of the forward pass of a microbatch.
+      backward_s: seconds of the backward pass of a microbatch, without weight gradients.
+      weight_gradient_s: seconds of the weight gradients of a microbatch.
+      once_s: seconds of a step for all that runs once.
+      residual_bytes: residuals of a microbatch, from the forward to the backward pass.
+      weight_gradient_bytes: values of a microbatch that wait for weight gradients with tasks of their own.
+      state_bytes: state and sums, which are always there.
+      workspace_bytes: other values, as a layer runs.
+      crossing_bytes: [layers + 1] of a microbatch: forward values that a device sends at each border.
     """
 
     forward_s: Array
@@ -60,18 +58,18 @@ class LayerCosts:
     crossing_bytes: Array
 
     def transfer_s(self, link: Link) -> Array:
-        """[layers + 1]: seconds for what crosses to arrive over a link, one way."""
+        """[layers + 1]: seconds of the transfer over a link at each border, one way."""
         return np.where(self.crossing_bytes > 0, link.copy_s(self.crossing_bytes), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """What layers cost when they run by a solution.
+    """The costs of layers under a solution.
 
     Attributes:
       intra_op: the solution.
-      shares: of the same step, what layers have of it.
-      cluster: on which replicas stand.
+      shares: the layers' shares of the same step.
+      cluster: the nodes on which replicas stand.
     """
 
     intra_op: IntraOp
@@ -79,7 +77,7 @@ class Ledger:
     cluster: Cluster
 
     def costs(self, num_replicas: int) -> LayerCosts:
-        """Of layers on so many replicas."""
+        """The costs of layers on a number of replicas."""
         by_part, (residuals, later, kept, working) = self._seconds, self._made_bytes
         return LayerCosts(
             by_part["forward"],
@@ -95,7 +93,7 @@ class Ledger:
 
     @property
     def microbatch_s(self) -> float:
-        """All layers, forward and backward."""
+        """Seconds of all layers for a microbatch, forward and backward."""
         return float(sum(self._seconds[part].sum() for part in IN_LOOP))
 
     @property
@@ -104,14 +102,14 @@ class Ledger:
 
     @property
     def _step(self) -> PipelineStep:
-        """The step in parts."""
+        """The step in parts, with its loops cut between layers."""
         return self.shares.layers.step
 
     # --- seconds
 
     @cached_property
     def _seconds(self) -> dict[str, Array]:
-        """Of each layer, by part of the step."""
+        """Seconds of each layer, by part of the step."""
         found = {part: np.zeros(self._num_layers) for part in (*IN_LOOP, ONCE)}
         lowered = self.intra_op.device.lowered
         busy_s = sum(k.time.seconds for k in lowered.kernels)
@@ -125,7 +123,7 @@ class Ledger:
         return found
 
     def reduction_s(self, num_replicas: int) -> Array:
-        """By layer, once a step: gradients are added up over replicas, each has its part, and parameters are gathered."""
+        """Seconds of each layer, once a step, to reduce-scatter gradients over replicas and to gather parameters."""
         if num_replicas == 1:
             return np.zeros(self._num_layers)
         size = int(np.prod(self.intra_op.mesh_shape))
@@ -137,15 +135,15 @@ class Ledger:
     # --- bytes
 
     def _held(self, values: Iterable[int]) -> Array:
-        """Of values of the pipeline, by layer where they are made or rest; what the prologue makes for tasks, where these
-        read it."""
+        """Bytes of values of the pipeline, by layer: where they are made or rest. Results of the prologue count where tasks
+        read them first."""
         found = np.zeros(self._num_layers)
         for v in values:
             found[self._layer_of(v)] += self._bytes_of(v)
         return found
 
     def _layer_of(self, v: int) -> int:
-        """Of a value of the pipeline: where it is made, rests or, made by the prologue, is read first."""
+        """The layer of a value of the pipeline: where it is made or rests, or where tasks first read it."""
         return self.shares.first_reader.get(v, self.shares.layers.assigned.of_value.get(v, 0))
 
     def _bytes_of(self, v: int) -> float:
@@ -159,13 +157,13 @@ class Ledger:
         return paths.local_bytes(flat, self.intra_op.handed_on(flat)) * whole / max(value.num_bytes, 1)
 
     def _flat(self, v: int) -> int | None:
-        """Of a value of the pipeline, the one of the flat program."""
+        """The number of a value in the flat program; None if it has none."""
         place = self._step.place_of(v)
         return None if place is None else self.shares.program.value_at.get(place)
 
     @cached_property
     def _sum_bytes(self) -> Array:
-        """The sums; those of layers in a loop are apart."""
+        """Bytes of the sums, by layer; a sum of layers in a loop is shared by them."""
         maker, of_value = self.shares.program.maker, self.shares.layers.assigned.of_value
         found = np.zeros(self._num_layers)
         for v, term in self._step.terms.items():
@@ -176,13 +174,13 @@ class Ledger:
 
     @cached_property
     def _read_bytes(self) -> Array:
-        """Of that, what is learned, and so is another in each step."""
+        """Bytes of the parameters that tasks read, by layer: each step makes new ones."""
         return self._held(self.shares.read_whole & self._step.learned)
 
     @cached_property
     def _made_bytes(self) -> tuple[Array, Array, Array, Array]:
-        """Of what the loop makes: residuals, what waits for weight gradients, what is there for all layers of a loop at
-        once, and what for one at a time."""
+        """Bytes of values that the loop makes, by layer: residuals, values that wait for weight gradients, values of all
+        layers of a loop at once, and the peak of the values of one layer."""
         memory = self.intra_op.on_mesh.memory
         start, end = self.shares.loop
         residuals, working = np.zeros(self._num_layers), np.zeros((self._num_layers, end - start + 1))
@@ -207,21 +205,21 @@ class Ledger:
         return residuals, later, sums, np.cumsum(working, axis=1).max(axis=1)
 
     def _waits_for_weights(self, item: LiveRange) -> bool:
-        """Whether weight gradients are the last to read it, and it is not theirs alone."""
+        """True if weight gradients are the last readers of a value that they do not make."""
         return self.shares.is_later(item.end) and not self.shares.is_later(item.position)
 
     def _is_in_body(self, i: int) -> bool:
-        """Whether an op's results are a layer's own: it is in the body of a loop over layers, and stacks nothing up."""
+        """True if an op's results belong to one layer: the op is in the body of a loop over layers, and is no stack."""
         loops = self.intra_op.on_mesh.live_ranges.loops_at[i]
         return len(loops) > 1 and self.shares.program.ops[i].name != "stack"
 
     def _is_residual(self, item: LiveRange) -> bool:
-        """Whether it waits from the forward pass to the backward pass."""
+        """True if a value lives from the forward to the backward pass."""
         born, last = (read_phase(self.shares.program.ops[i]) for i in (item.position, item.end))
         return born is ReadPhase.FORWARD and last is not ReadPhase.FORWARD
 
     def _split_bytes(self, num_replicas: int) -> Array:
-        """State, in as many parts as there are replicas where its dims allow that."""
+        """Bytes of state, by layer: split over replicas if its dimensions allow that."""
         mesh_shape, found = (num_replicas, *self.intra_op.mesh_shape), np.zeros(self._num_layers)
 
         @cache
@@ -234,7 +232,7 @@ class Ledger:
 
     @cached_property
     def _split_types(self) -> dict[int, tuple[Value, Spec]]:
-        """What may lie so: its type, and how the devices of a replica have it."""
+        """The arguments that may be split over replicas: their types, and their specs on a replica's devices."""
         step, lies = self._step, self.intra_op.lies
         return {
             v: (step.values[v], lies(step.place_of(v), step.values[v]))
@@ -243,13 +241,13 @@ class Ledger:
 
     @cached_property
     def _whole_bytes(self) -> Array:
-        """Other arguments, what the prologue makes for tasks, and sums."""
+        """Bytes of other arguments, of results of the prologue and of sums, by layer."""
         there = {*self._step.step.graph.inputs, *self.shares.read_whole}
         return self._held(there - self.shares.split_arguments - self._step.terms.keys()) + self._sum_bytes
 
     @cached_property
     def _crossing_bytes(self) -> Array:
-        """What the forward pass hands on at each border, on a device."""
+        """[layers + 1]: bytes that the forward pass sends at each border."""
         change = np.zeros(self._num_layers + 2)
         for v, made, last in self.shares.crossing:
             change[made + 1] += self._bytes_of(v)
