@@ -1,7 +1,8 @@
-"""Pipelines worth having: a step in parts, its stages on devices, and what a schedule of them takes.
+"""Proposals of pipelines: a step in parts, its stages on devices, and the time and memory of a schedule.
 
-What drafts promise (`search.pipeline.drafts`) is worked out here: stages are priced by the solutions of the step that they
-run, with what they recompute, and run by the simulator in their schedule. What takes least time and fits is the answer.
+A draft (`search.pipeline.drafts`) promises; a proposal is worked out. Its stages are priced by the solutions of the step
+that they run, recomputation included, and the simulator runs them in their schedule. The fastest proposal that fits is the
+answer.
 """
 
 from collections import Counter
@@ -29,31 +30,32 @@ from autoshard.search.plan.schedule import Schedule
 from autoshard.search.solver.clock import PROCESSOR, SearchClock
 
 PARTS_S = 1e-4
-"""Nominal seconds (`search.solver.clock`), for an op, in which a step is cut into parts and layers, besides those of a step
-problem. Source: a transformer of 6 unrolled layers, against `OP_S`."""
+"""Nominal seconds (`search.solver.clock`) per op to cut a step into parts and layers, besides those of a step problem.
+Source: a transformer of 6 unrolled layers, against `OP_S`."""
 
 LEDGER_S = 5e-5
-"""Nominal seconds, for an op, in which layers are priced by a solution. Source: measured with `PARTS_S`."""
+"""Nominal seconds per op to price layers under a solution. Source: measured with `PARTS_S`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The step in so many parts, of which some is recomputed: made ready, with its layers and what is known of them.
+    """The step in a number of parts, some of it recomputed: made ready for stages, with its layers. Dictionaries hold the
+    results that were asked for so far.
 
     Attributes:
-      step_problem: of the step with its loop over parts.
-      cluster: nodes of a kind on which stages stand.
-      borders: positions in the forward phase at which layers begin besides.
-      plain: the same with nothing recomputed; None if that is this one, or is not known.
-      solutions: by the mesh of a replica, how its devices share the work, as far as that was asked for.
-      ledgers: by the mesh of a replica, what layers cost on it, likewise.
-      layer_costs: by that and the number of replicas, the same in numbers, likewise.
-      others: by what they recompute, the same with that recomputed, likewise.
-      again: by the mesh of a replica, what might be recomputed, likewise.
-      first: the same on nodes of another kind, or not lean, whose layers it has; None if it is the first.
-      elsewhere: by nodes of other kinds, the same there, as far as that was asked for.
-      is_lean: whether each device has a part only of what tasks read of parameters.
-      most_layers: of how many layers it may be made.
+      step_problem: the step with its loop over parts.
+      cluster: nodes of one kind on which stages stand.
+      borders: further positions in the forward phase at which layers begin.
+      plain: these parts without recomputation; None if these have none, or it is unknown.
+      solutions: by the mesh of a replica, the strategies of its devices.
+      ledgers: by the mesh of a replica, the costs of layers on it.
+      layer_costs: by the mesh of a replica and the number of replicas, these costs as numbers.
+      others: by recomputed sites, these parts with that recomputation.
+      again: by the mesh of a replica, choices of recomputation.
+      first: the parts whose layers these have: on nodes of another kind, or not lean; None if these are the first.
+      elsewhere: by nodes of another kind, these parts there.
+      is_lean: whether each device holds only a part of each parameter that tasks read.
+      most_layers: largest number of layers.
       pins: the `PartitionSpec` in which an argument must rest on the mesh of a replica, by its pytree path.
     """
 
@@ -96,14 +98,14 @@ class Parts:
         Args:
           step: the traced step.
           marks: as for `StepProblem.of`.
-          cluster: nodes of a kind on which stages stand.
-          count: of parts.
-          sites: what to recompute.
-          borders: positions in the forward phase at which layers begin besides.
-          clock: by which searches for it go.
-          most_layers: of how many layers it may be made.
+          cluster: nodes of one kind on which stages stand.
+          count: number of parts.
+          sites: ops to recompute.
+          borders: further positions in the forward phase at which layers begin.
+          clock: the clock of all searches for it.
+          most_layers: largest number of layers.
           pins: the specs in which arguments must rest.
-          decided: per argument, what a plan decides of it; by default nothing is decided.
+          decided: per argument, a plan's decisions for it; empty without a plan.
           hosted: the arguments that rest in the host's memory.
         """
         device = cluster.device
@@ -115,7 +117,7 @@ class Parts:
 
     @cached_property
     def layers(self) -> Layers:
-        """Of the step: those of the plain one, where they may be had."""
+        """The layers of the step: those of the plain one, if they correspond."""
         if self.first is not None:
             return self.first.layers
         step = PipelineStep.of_loop(self.step_problem.step)
@@ -123,23 +125,23 @@ class Parts:
         return alike or Layers.of(step, self.borders, self.most_layers)
 
     def has_layers_of(self, other: "Parts") -> bool:
-        """Whether both are made of as many layers, which correspond."""
+        """True if both have as many layers, which then correspond."""
         return self.layers.num_layers == other.layers.num_layers
 
     @cached_property
     def shares(self) -> LayerShares:
-        """What layers have of it."""
+        """The shares of layers in the step."""
         if self.first is not None and self.first.step_problem is self.step_problem:
             return self.first.shares
         return LayerShares(self.step_problem, self.layers)
 
     @property
     def count(self) -> int:
-        """Of parts."""
+        """Number of parts."""
         return self.step_problem.traced.num_microbatches
 
     def on(self, cluster: Cluster) -> "Parts":
-        """The same on nodes of another kind."""
+        """These parts on nodes of another kind."""
         if cluster == self.cluster:
             return self
         if cluster not in self.elsewhere:
@@ -151,11 +153,11 @@ class Parts:
 
     @cached_property
     def lean(self) -> "Parts":
-        """The same where each device has a part only of what tasks read of parameters."""
+        """These parts with strategies under which each device holds only a part of each parameter that tasks read."""
         return Parts(self.step_problem, self.cluster, first=self, is_lean=True, pins=self.pins)
 
     def recomputing(self, sites: frozenset[Site]) -> "Parts":
-        """The same with some of it recomputed."""
+        """These parts with some ops recomputed."""
         if self.is_lean and self.first is not None:
             return self.first.recomputing(sites).lean
         if sites not in self.others:
@@ -177,33 +179,39 @@ class Parts:
         return Parts(problem, self.cluster, plain=self, most_layers=self.most_layers, pins=self.pins)
 
     def ledger(self, shape: tuple[int, ...]) -> Ledger:
-        """What layers cost when a replica's devices form such a mesh."""
+        """The costs of layers on a mesh of a replica's devices."""
         if shape not in self.ledgers:
             self.ledgers[shape] = Ledger(self.solution(shape), self.shares, self.cluster)
             self.step_problem.clock.spend(LEDGER_S * len(self.step_problem.graph.folded.program.ops))
         return self.ledgers[shape]
 
+    @property
+    def is_priced(self) -> bool:
+        """True if layers are priced on some mesh, here or on nodes of another kind."""
+        return bool(self.ledgers) or any(there.ledgers for there in self.elsewhere.values())
+
     def costs(self, shape: tuple[int, ...], num_replicas: int) -> LayerCosts:
-        """Of layers on so many replicas, when the devices of each form such a mesh."""
+        """The costs of layers on a mesh of a replica's devices, with a number of replicas."""
         key = shape, num_replicas
         if key not in self.layer_costs:
             self.layer_costs[key] = self.ledger(shape).costs(num_replicas)
         return self.layer_costs[key]
 
     def solution(self, shape: tuple[int, ...]) -> IntraOp:
-        """How a replica's devices share the work when they form such a mesh."""
+        """The strategies of a replica's devices on a mesh."""
         if shape not in self.solutions:
             self.solutions[shape] = solved(self.step_problem, self.cluster, shape, self.is_lean, self.pins)
         return self.solutions[shape]
 
     def least_s(self, cluster: Cluster) -> float:
-        """What a step takes on nodes of a kind alone, which are always at work, on the meshes that are known there."""
+        """Seconds of a step on nodes of one kind alone that never wait, on the best of the meshes that were priced there."""
         ledgers = self.on(cluster).ledgers.items()
         device_s = min(ledger.microbatch_s * prod(shape) for shape, ledger in ledgers)
         return self.count * device_s / cluster.num_devices
 
     def choices(self, shape: tuple[int, ...]) -> "tuple[Again, ...]":
-        """What might be recomputed: what is faster so, what saves most for its time, and all that saves anything."""
+        """Choices of recomputation: ops that are faster recomputed, ops that save most bytes for their time, and all ops
+        that save any."""
         if shape not in self.again:
             self.again[shape] = self._choices(shape)
         return self.again[shape]
@@ -228,11 +236,11 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Something to recompute.
+    """A choice of recomputation.
 
     Attributes:
-      sites: what.
-      times: how many times as long tasks take with it, about.
+      sites: the recomputed ops.
+      times: estimated time of tasks with it, as a multiple of the time without.
     """
 
     sites: frozenset[Site]
@@ -247,13 +255,13 @@ def _chosen(parts: Sequence[Residuals], price: float) -> Choice:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a stage is.
+    """The place of a stage.
 
     Attributes:
-      first_layer: of it.
-      end_layer: behind its last.
-      first_device: of it, or of its first worker, in the cluster's order.
-      shape: of the mesh of a replica's devices.
+      first_layer: its first layer.
+      end_layer: the layer behind its last.
+      first_device: the first device of the stage, or of its first worker, in the cluster's order.
+      shape: the mesh of a replica's devices.
     """
 
     first_layer: int
@@ -264,16 +272,16 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageProposal:
-    """A stage, and what it takes.
+    """A stage with its costs.
 
     Attributes:
-      placed: where it is.
-      group: the nodes of a kind among which it stands.
-      intra_op: how a replica's devices share the work.
-      cost: of a microbatch, for the simulator.
-      once_s: in a step.
-      state_bytes: always there.
-      workspace_bytes: while it runs.
+      placed: its place.
+      group: the nodes of one kind on which it stands.
+      intra_op: the strategies of a replica's devices.
+      cost: the costs of a microbatch, for the simulator.
+      once_s: seconds of a step for all that runs once.
+      state_bytes: state and sums, which are always there.
+      workspace_bytes: other values, while the stage runs.
     """
 
     placed: Placed
@@ -287,14 +295,14 @@ class StageProposal:
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """A pipeline, and what it takes.
+    """A pipeline with its time and memory.
 
     Attributes:
       parts: the step that it runs.
-      cluster: where it runs.
-      num_replicas: of each stage.
-      stages: in the order of the forward phase.
-      simulation: of its schedule.
+      cluster: the devices.
+      num_replicas: number of replicas of each stage.
+      stages: its stages, in the order of the forward phase.
+      simulation: the simulated schedule.
     """
 
     parts: Parts
@@ -312,41 +320,41 @@ class Proposal:
         placed: Sequence[Placed],
         schedule: Schedule,
     ) -> "Proposal":
-        """Runs a schedule of stages in time, each priced by a step: the same, unless they are drafted."""
+        """Simulates a schedule of stages. Each is priced by a step; all by the same one, unless they are drafted."""
         copies = len(schedule.workers_of(0))
         return Stages(run_as, cluster, num_replicas, placed, copies).proposal(schedule)
 
     @property
     def schedule(self) -> Schedule:
-        """Who does what when."""
+        """The order of all tasks."""
         return self.simulation.schedule
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: what devices take, or what the hosts need to hand all that out, where that is more."""
+        """Seconds of a step: of the devices, or of the hosts that dispatch all tasks, whichever is more."""
         return max(self._on_devices_s, self._handed_out_s)
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Of two proposals, that of the lower rank is the better one."""
+        """Of two proposals, the better one has the lower rank."""
         return self.step_s, self._on_devices_s
 
     @property
     def _on_devices_s(self) -> float:
-        """All tasks, then the update, which may wait for all stages."""
+        """Seconds of all tasks, then of the update, which may wait for all stages."""
         return self.simulation.makespan_s + max(
             sum(stage.once_s for stage in self._stages_of(w)) for w in range(self.schedule.num_workers)
         )
 
     @property
     def idle_share(self) -> float:
-        """Of all workers' time in their tasks, or in waiting for them."""
+        """The share of all workers' time in which they wait."""
         busy_share = 1 - self.simulation.bubble_share
         return 1 - busy_share * min(self.simulation.makespan_s / self._handed_out_s, 1.0)
 
     @property
     def _handed_out_s(self) -> float:
-        """Until the busiest host has handed out a step's tasks: those of all stages that begin on its node."""
+        """Seconds until the busiest host has dispatched its tasks: those of all stages that begin on its node."""
         schedule = self.schedule
         return dispatch_s(
             schedule.name, schedule.num_microbatches, _stages_of_a_node(self.cluster, self.stages)
@@ -357,7 +365,7 @@ class Proposal:
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Of each worker's devices."""
+        """Peak of each worker's devices."""
         return tuple(
             held_bytes
             + sum(stage.state_bytes for stage in self._stages_of(worker))
@@ -366,12 +374,12 @@ class Proposal:
         )
 
     def caps(self, memory_bytes: int) -> tuple[int, ...]:
-        """Of each stage's devices, under a cap for all."""
+        """Cap of each stage's devices, under a cap for all."""
         of_group = dict(zip(self.cluster.groups, self.cluster.caps(memory_bytes), strict=True))
         return tuple(of_group[stage.group] for stage in self.stages)
 
     def fullness(self, memory_bytes: int) -> float:
-        """What the fullest device holds, as a share of its cap."""
+        """Largest share of its cap that a device holds."""
         caps, schedule = self.caps(memory_bytes), self.schedule
         return max(peak / caps[schedule.stages_of(w)[0]] for w, peak in enumerate(self.peak_bytes))
 

@@ -255,7 +255,7 @@ class PipelineSearch:
         self._check_layers(parts)
         self._take_work_from(parts)
         left = self._wanting([parts], sorted(self._worth_a_look(parts), key=Kind.rank), 1.0, cutoff_s)
-        if left and max(prod(shape) for one in left for shape in one.shapes) > 1:
+        if left and not self._is_late and max(prod(shape) for one in left for shape in one.shapes) > 1:
             self._wanting([parts.lean], left, 1.0, cutoff_s)
             parts = parts.lean if self.best is None or self.best.parts.is_lean else parts
         self._recomputing(parts, left, cutoff_s)
@@ -269,12 +269,17 @@ class PipelineSearch:
 
     def _worth_a_look(self, parts: Parts) -> Iterator[Kind]:
         """The pipelines of a step in parts that may be faster than the best plan: those with a stage on each worker by their
-        number of replicas, all others one by one."""
+        number of replicas, all others one by one. Meshes of the most promising families are solved first; when the time is
+        over, no other mesh is."""
         apart = dict[int, dict[tuple[int, ...], set[str]]]()
-        for least_s, num_replicas, shape, name in self._families(parts.count):
+        for least_s, num_replicas, shape, name in sorted(self._families(parts.count)):
             if not self._is_worth(least_s):
                 self._refuse(name, parts.count // num_replicas)
                 continue
+            if self._is_late and parts.is_priced and not self._is_priced(parts, num_replicas, shape):
+                self.passed_over_s = min(self.passed_over_s, least_s)
+                continue
+            self._price(parts, num_replicas, shape)
             if FAMILIES[name].shares_workers:
                 wanted = self._sharing(name, num_replicas * prod(shape))
                 if wanted is not None:
@@ -283,7 +288,22 @@ class PipelineSearch:
                 apart.setdefault(num_replicas, {}).setdefault(shape, set()).add(name)
         for num_replicas, names in apart.items():
             among = tuple(name for name in APART if any(name in some for some in names.values()))
-            yield self._kind(parts, num_replicas, tuple(names), replace(self.options.wanted, among=among))
+            shapes = tuple(sorted(names))
+            yield self._kind(parts, num_replicas, shapes, replace(self.options.wanted, among=among))
+
+    def _price(self, parts: Parts, num_replicas: int, shape: tuple[int, ...]) -> None:
+        """Prices layers on a mesh of a replica's devices, on each kind of node where such stages may stand."""
+        for there in self._where(parts, num_replicas, shape):
+            there.ledger(shape)
+
+    def _is_priced(self, parts: Parts, num_replicas: int, shape: tuple[int, ...]) -> bool:
+        """True if layers are priced on a mesh of a replica's devices already."""
+        return all(shape in there.ledgers for there in self._where(parts, num_replicas, shape))
+
+    def _where(self, parts: Parts, num_replicas: int, shape: tuple[int, ...]) -> Iterator[Parts]:
+        """The parts on each kind of node where stages of a mesh may stand."""
+        size, may_stand = num_replicas * prod(shape), self.options.wanted.may_stand
+        return (parts.on(group) for group in self.cluster.groups if may_stand(size, group))
 
     def _refuse(self, name: str, num_microbatches: int) -> None:
         """Notes why the schedule that is asked for does not suit these numbers, if it does not."""
@@ -337,8 +357,6 @@ class PipelineSearch:
         for kind, cluster in product(left, self.cluster.orders):
             if kind.bound_s * times >= min(self._best_s, cutoff_s):
                 self.passed_over_s = min(self.passed_over_s, kind.bound_s * times)
-                break
-            if self._is_late:
                 break
             drafting = Drafting(tuple(among), kind.num_replicas, kind.shapes, kind.wanted, cluster)
             self.progress(str(drafting))

@@ -203,15 +203,26 @@ def test_where_another_plan_is_faster_anyway_nothing_is_drafted():
     assert search.best is None
 
 
-@pytest.mark.parametrize(("limit_s", "begun"), [(0.0, []), (1e-3, ["the step in 16 parts"])])
-def test_where_time_is_over_nothing_more_is_begun(limit_s, begun):
-    """To make the step in parts ready takes more than a millisecond."""
-    step, said = traced(), list[str]()
-    options, prepared = PipelineOptions(80 << 30), Prepared.within(limit_s)
-    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, options, said.append, prepared)
+def test_when_the_time_is_over_nothing_more_is_begun():
+    step, said, prepared = traced(), list[str](), Prepared.within(0.0)
+    search = PipelineSearch(
+        step, [""] * len(step.arguments), CLUSTER, PipelineOptions(80 << 30), said.append, prepared
+    )
     with pytest.raises(InfeasibleError, match="was found in the time limit"):
         search.run()
-    assert (said, len(prepared.parts)) == (begun, len(begun))
+    assert (said, prepared.parts) == ([], {})
+
+
+def test_a_number_of_parts_that_was_begun_in_time_has_a_pipeline_on_the_most_promising_mesh():
+    """To make the step in parts ready takes more than a millisecond."""
+    step, prepared = traced(), Prepared.within(1e-3)
+    search = PipelineSearch(
+        step, [""] * len(step.arguments), CLUSTER, PipelineOptions(80 << 30), prepared=prepared
+    )
+    found = search.run()
+    (parts,) = prepared.parts.values()
+    assert found.parts is parts
+    assert len(parts.ledgers) == 1
 
 
 def test_state_that_cannot_be_shared_out_over_replicas_is_counted_whole():
