@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
@@ -29,6 +30,7 @@ from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.explained import Explanation
 from autoshard.search.plan.plan import Plan
 from autoshard.tracebacks import boundary
+from autoshard.traces.comparison import TraceComparison, compared
 from autoshard.verification import judge
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Verification
@@ -469,6 +471,34 @@ def explain(
     given, place = _given("explain", own["plan"])
     traced = _traced(call, planning.hardware(given, place), own["state"])
     return planning.explained(traced, given, own["name"], place)
+
+
+@boundary
+def trace_compare(plan: str | os.PathLike[str] | Plan, profile: str | os.PathLike[str]) -> TraceComparison:
+    """Puts a plan's predictions beside the trace of a real run.
+
+    The trace is cut into steps, and the median one is compared: from its first kernel to the next step's. Numbers are the
+    means of the devices in the trace. They hold for a trace of some steps after the first one, which compiles.
+
+    Args:
+      plan: a plan or its file.
+      profile: the folder that was given to `jax.profiler.trace`; of several runs in it, the last one counts. Or one of the
+        files there, `*.xplane.pb` or `*.trace.json.gz`.
+
+    Returns:
+      The comparison, which prints as text: the step's parts, and its kernels by class and its collectives by kind, the
+      largest differences first.
+
+    Raises:
+      InputError: there is no trace, it has no kernels of GPUs, or it is of another step or of more devices.
+      PlanError: the plan was edited by hand, so that its estimates are those of other decisions.
+
+    Example:
+      >>> with jax.profiler.trace("profile"):  # doctest: +SKIP
+      ...     state, loss = train_step(state, batch)
+      >>> print(autoshard.trace_compare(train_step.plan, "profile"))  # doctest: +SKIP
+    """
+    return compared(loaded(plan)[0], Path(profile))
 
 
 class Keywords(TypedDict, total=False):

@@ -256,6 +256,13 @@ def _show_choices(options: argparse.Namespace) -> int:
     return 0
 
 
+def trace_compare(options: argparse.Namespace) -> int:
+    """Prints a plan's predictions beside the trace of a run."""
+    found = api.trace_compare(options.plan, options.profile)
+    print(json.dumps(found.to_json(), indent=1) if options.json else found, flush=True)
+    return 0
+
+
 def calibrate(options: argparse.Namespace) -> int:
     """Measures the attached devices."""
     _check_writable(options.out, "--out")

@@ -5,7 +5,7 @@ whatever module defines it. Clusters are an exception: Pydantic reads what their
 that a class says it comes from.
 """
 
-from autoshard.api import choices, eject, emit, explain, parallelize, search, verify
+from autoshard.api import choices, eject, emit, explain, parallelize, search, trace_compare, verify
 from autoshard.cost_model.cluster import Cluster, Device, Link
 from autoshard.cost_model.errors import (
     AutoshardError,
@@ -34,10 +34,11 @@ from autoshard.search.plan.plan import (
     Stage,
     StageEstimates,
 )
-from autoshard.search.plan.profile import OpTime, Profile
+from autoshard.search.plan.profile import ClassTime, OpTime, Profile
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 from autoshard.sweep.rows import WhatIf
 from autoshard.sweep.what_if import what_if
+from autoshard.traces.comparison import Measured, TraceComparison
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
 from autoshard.verification.result import Copied, Extent, Footprint, Moved, Verification
@@ -50,6 +51,7 @@ __all__ = [
     "AxisUse",
     "Candidate",
     "Change",
+    "ClassTime",
     "Cluster",
     "ClusterError",
     "Collective",
@@ -68,6 +70,7 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "Link",
+    "Measured",
     "MixedCluster",
     "MoreMemory",
     "Moved",
@@ -85,6 +88,7 @@ __all__ = [
     "Stage",
     "StageEstimates",
     "StageProof",
+    "TraceComparison",
     "Verification",
     "WhatIf",
     "WorkShares",
@@ -94,6 +98,7 @@ __all__ = [
     "explain",
     "parallelize",
     "search",
+    "trace_compare",
     "verify",
     "what_if",
 ]
