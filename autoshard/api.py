@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 
-from autoshard import compiled_peaks, lowerings, option_types, pipelines, planning
+from autoshard import compiled_peaks, lowerings, option_types, pipeline_explanation, pipelines, planning
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
@@ -28,6 +28,7 @@ from autoshard.search.ir.trace import step_name
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.explained import Explanation
+from autoshard.search.plan.explained_pipeline import PipelineExplanation
 from autoshard.search.plan.plan import Plan
 from autoshard.tracebacks import boundary
 from autoshard.traces.comparison import TraceComparison, compared
@@ -440,17 +441,21 @@ def explain(
     name: str,
     state: Any = None,
     **abstract_kwargs: Any,
-) -> Explanation:
+) -> Explanation | PipelineExplanation:
     """Explains one decision of a plan: the best plan with another choice there, its price, and what would change with it.
 
     Prices are those of plans on the plan's mesh, with its microbatches and with what it recomputes and offloads. How an op
     is recomputed and where an argument rests are explained by estimates.
 
+    Of a pipeline, `stages`, `schedule` and `microbatches` are explained: the fastest plan that other searches find with a
+    neighbouring choice, which takes as long as these searches. Of its arguments, the answer has the stage and the sharding.
+
     Args:
       step: the step that the plan was made for.
       *abstract_args: the shapes of the step's arguments; by position or by keyword, as for `search`.
       plan: a plan or its file.
-      name: the decision's name in the plan: the path of an argument, such as "params['emb']", or the name of an op.
+      name: the decision's name in the plan: the path of an argument, such as "params['emb']", or the name of an op; of a
+        pipeline, `stages`, `schedule`, `microbatches`, or the path of an argument.
       state: as for `search`.
       **abstract_kwargs: the shapes of arguments that are given by keyword.
 
@@ -461,15 +466,18 @@ def explain(
     Raises:
       PlanError: the plan is for another step, or has no decision of this name.
       InfeasibleError: what the plan decides does not fit its memory cap.
-      InputError: the plan is a pipeline's, or the step is given wrong arguments.
+      InputError: the step is given wrong arguments.
 
     Example:
       >>> print(autoshard.explain(train_step, state, batch, plan="plan.json", name="state['w']"))  # doctest: +SKIP
     """
     options = {"plan": plan, "name": name, "state": state}
     call, own = _told_apart("explain", step, abstract_args, abstract_kwargs, **options)
-    given, place = _given("explain", own["plan"])
-    traced = _traced(call, planning.hardware(given, place), own["state"])
+    given, place = loaded(own["plan"])
+    hardware = planning.hardware(given, place)
+    traced = _traced(call, hardware, own["state"])
+    if given.is_pipeline:
+        return pipeline_explanation.explain(traced, given, hardware, own["name"], place)
     return planning.explained(traced, given, own["name"], place)
 
 

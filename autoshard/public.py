@@ -23,6 +23,7 @@ from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.comparison import Amount, Comparison
 from autoshard.search.plan.differences import Difference
 from autoshard.search.plan.explained import Alternative, Change, Estimated, Explanation, MoreMemory
+from autoshard.search.plan.explained_pipeline import Neighbour, PipelineExplanation, Place
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import (
     Candidate,
@@ -74,11 +75,14 @@ __all__ = [
     "MixedCluster",
     "MoreMemory",
     "Moved",
+    "Neighbour",
     "NotSplittableError",
     "OpTime",
     "Outline",
     "Parallelized",
+    "PipelineExplanation",
     "PipelineVerification",
+    "Place",
     "Plan",
     "PlanError",
     "Profile",
