@@ -115,6 +115,8 @@ def eject(options: argparse.Namespace) -> int:
     for difference in ejected.differences:
         say(f"differs: {difference}")
     if options.out is None:
+        if ejected.constants:
+            say("the file reads long constants from an .npz beside it, which is written with --out FILE only")
         print(ejected, end="", flush=True)
     else:
         ejected.save(options.out)

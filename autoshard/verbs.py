@@ -215,8 +215,8 @@ def _explain(subparsers: Any) -> None:
     command.add_argument(
         "name",
         metavar="NAME",
-        help="a decision's name in the plan: the path of an argument, or the name of an op; of a pipeline, stages, schedule, "
-        "microbatches, or the path of an argument",
+        help="a decision's name in the plan: the path of an argument, or the name of an op; of a pipeline, stages, "
+        "schedule, microbatches, or the path of an argument",
     )
     _takes_state(command)
     _takes_json(command)

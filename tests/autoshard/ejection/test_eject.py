@@ -1,6 +1,7 @@
 """A plan as a file of plain JAX: it runs where autoshard cannot be imported, and gives one device's numbers."""
 
 import dataclasses
+import runpy
 import subprocess
 import sys
 
@@ -185,6 +186,27 @@ def test_recomputation_and_microbatches_are_written_out(options):
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), made, jax.jit(step)(*start)
     )
+
+
+def test_long_constants_are_said_by_their_rule_or_lie_beside_the_file(tmp_path):
+    mask = np.tri(32, dtype=np.float32)
+    table = np.sin(np.arange(32 * 16, dtype=np.float32)).reshape(32, 16)
+
+    def step(w, x):
+        value, grad = jax.value_and_grad(lambda w: jnp.mean((mask @ jnp.tanh((x + table) @ w)) ** 2))(w)
+        return w - grad, value
+
+    args = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((64, 32, 16), "float32")
+    plan = autoshard.search(step, *args, cluster="8xCPU", mesh=(8,), pin={"x": jax.P("data")}, verify="never")
+    made = autoshard.eject(step, *args, plan=plan, form="written")
+    assert (len(made.constants), made.differences) == (1, ())
+    assert "jnp.where(jnp.tri(32, 32, 0, dtype=bool)" in made.text
+    made.save(tmp_path / "step.py")
+    rng = np.random.default_rng(0)
+    start = jax.tree.map(lambda x: rng.standard_normal(x.shape, "float32"), args)
+    found = runpy.run_path(tmp_path / "step.py")["sharded"](step, *start)(*start)
+    wanted = jax.jit(step)(*start)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), found, wanted)
 
 
 def test_the_command_line_writes_the_file_and_says_its_form(folder, capsys):
