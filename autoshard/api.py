@@ -15,7 +15,8 @@ from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.xla.process import Compiler
-from autoshard.ejection.eject import Ejected, Ejection
+from autoshard.ejection.eject import SHARDINGS, Ejected, Ejection
+from autoshard.ejection.stage_shardings import stage_shardings_file
 from autoshard.executors.jit import Program
 from autoshard.keywords import told_apart
 from autoshard.options import IN_DOUBT, Options, among
@@ -318,8 +319,8 @@ def eject(
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
-      InputError: the step's arguments are not plain pytrees by position, the plan has a program per stage, or the written
-        form is asked for and an operation has no public function.
+      InputError: the step's arguments are not plain pytrees by position, the plan has a program per stage (both have
+        shardings only), or the written form is asked for and an operation has no public function.
       CompilerError: the compiler failed.
 
     Example:
@@ -345,10 +346,12 @@ def eject(
     with narrated(step_name(step), "tracing", own["progress"]) as tell:
         found = lowerings.applied(_traced(call, hardware, own["state"]), given, place)
         program = lowerings.of(found).whole(found)
+        if isinstance(found, Pipeline) and own["only"] is not None:
+            return Ejected(stage_shardings_file(found, _names(call)), SHARDINGS)
         if program is None:
             raise InputError(
                 f"{place} has a program for each stage, which a schedule dispatches: that is no one step in plain JAX. "
-                'Search with executor="spmd", or without stages'
+                'Eject its shardings, stage by stage: only="shardings". Or search with executor="spmd", or without stages'
             )
         ejection = Ejection(found, program, call.step, _names(call), hardware.groups[0])
         if own["only"] is not None:

@@ -276,8 +276,43 @@ def test_a_program_per_stage_is_refused_with_a_remedy():
 
     stages = {"stages": 2, "microbatches": 2, "executor": "mpmd", "verify": "never"}
     plan = autoshard.search(step, *args, cluster="8xCPU", **stages)
-    with pytest.raises(autoshard.InputError, match='executor="spmd"'):
+    with pytest.raises(autoshard.InputError, match=r'only="shardings"\. Or search with executor="spmd"'):
         autoshard.eject(step, *args, plan=plan)
+
+
+def test_the_shardings_of_a_pipeline_are_those_in_which_its_arguments_rest():
+    def step(state, x):
+        def loss(w):
+            h = x
+            for layer in w:
+                h = jnp.tanh(h @ layer)
+            return jnp.mean(h**2)
+
+        return {"w": jax.tree.map(lambda w, g: w - g, state["w"], jax.grad(loss)(state["w"]))}
+
+    w = [jax.ShapeDtypeStruct((16, 16), "float32")] * 4
+    args = {"w": w}, jax.ShapeDtypeStruct((16, 16), "float32")
+    stages = {
+        "stages": 4,
+        "schedule": "interleaved-1f1b",
+        "microbatches": 2,
+        "executor": "mpmd",
+        "verify": "never",
+    }
+    plan = autoshard.search(step, *args, cluster="8xCPU", **stages)
+    variables = {}
+    exec(autoshard.eject(step, *args, plan=plan, only="shardings").text, variables)
+    (state, _), devices = autoshard.parallelize(step, plan=plan).in_shardings(*args), jax.devices()
+    for n, wanted in enumerate(state["w"]):
+        stage, spec = variables["STAGE"]["state"][f"w/{n}"], variables["SPECS"]["state"][f"w/{n}"]
+        there = np.array([devices[i] for i in variables["DEVICES"][stage]])
+        mesh = jax.sharding.Mesh(
+            there.reshape(*variables["STAGES"][stage].values()), (*variables["STAGES"][stage],)
+        )
+        assert NamedSharding(mesh, spec).is_equivalent_to(wanted, 2)
+        assert wanted.device_set == {*there.flat}
+    assert len({*variables["STAGE"]["state"].values()}) == 4
+    assert variables["STAGE"]["x"] == {"": 0}
 
 
 def test_objects_among_the_arguments_are_refused_with_a_remedy():
