@@ -4,17 +4,19 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 
-from autoshard import compiled_peaks, lowerings, option_types, pipelines, planning
+from autoshard import compiled_peaks, lowerings, option_types, pipeline_explanation, pipelines, planning
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.xla.process import Compiler
-from autoshard.ejection.eject import Ejected, Ejection
+from autoshard.ejection.eject import SHARDINGS, Ejected, Ejection
+from autoshard.ejection.stage_shardings import stage_shardings_file
 from autoshard.executors.jit import Program
 from autoshard.keywords import told_apart
 from autoshard.options import IN_DOUBT, Options, among
@@ -27,8 +29,10 @@ from autoshard.search.ir.trace import step_name
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.explained import Explanation
+from autoshard.search.plan.explained_pipeline import PipelineExplanation
 from autoshard.search.plan.plan import Plan
 from autoshard.tracebacks import boundary
+from autoshard.traces.comparison import TraceComparison, compared
 from autoshard.verification import judge
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Verification
@@ -318,8 +322,8 @@ def eject(
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
-      InputError: the step's arguments are not plain pytrees by position, the plan has a program per stage, or the written
-        form is asked for and an operation has no public function.
+      InputError: the step's arguments are not plain pytrees by position, the plan has a program per stage (both have
+        shardings only), or the written form is asked for and an operation has no public function.
       CompilerError: the compiler failed.
 
     Example:
@@ -345,10 +349,12 @@ def eject(
     with narrated(step_name(step), "tracing", own["progress"]) as tell:
         found = lowerings.applied(_traced(call, hardware, own["state"]), given, place)
         program = lowerings.of(found).whole(found)
+        if isinstance(found, Pipeline) and own["only"] is not None:
+            return Ejected(stage_shardings_file(found, _names(call)), SHARDINGS)
         if program is None:
             raise InputError(
                 f"{place} has a program for each stage, which a schedule dispatches: that is no one step in plain JAX. "
-                'Search with executor="spmd", or without stages'
+                'Eject its shardings, stage by stage: only="shardings". Or search with executor="spmd", or without stages'
             )
         ejection = Ejection(found, program, call.step, _names(call), hardware.groups[0])
         if own["only"] is not None:
@@ -441,17 +447,21 @@ def explain(
     name: str,
     state: Any = None,
     **abstract_kwargs: Any,
-) -> Explanation:
+) -> Explanation | PipelineExplanation:
     """Explains one decision of a plan: the best plan with another choice there, its price, and what would change with it.
 
     Prices are those of plans on the plan's mesh, with its microbatches and with what it recomputes and offloads. How an op
     is recomputed and where an argument rests are explained by estimates.
 
+    Of a pipeline, `stages`, `schedule` and `microbatches` are explained: the fastest plan that other searches find with a
+    neighbouring choice, which takes as long as these searches. Of its arguments, the answer has the stage and the sharding.
+
     Args:
       step: the step that the plan was made for.
       *abstract_args: the shapes of the step's arguments; by position or by keyword, as for `search`.
       plan: a plan or its file.
-      name: the decision's name in the plan: the path of an argument, such as "params['emb']", or the name of an op.
+      name: the decision's name in the plan: the path of an argument, such as "params['emb']", or the name of an op; of a
+        pipeline, `stages`, `schedule`, `microbatches`, or the path of an argument.
       state: as for `search`.
       **abstract_kwargs: the shapes of arguments that are given by keyword.
 
@@ -462,16 +472,47 @@ def explain(
     Raises:
       PlanError: the plan is for another step, or has no decision of this name.
       InfeasibleError: what the plan decides does not fit its memory cap.
-      InputError: the plan is a pipeline's, or the step is given wrong arguments.
+      InputError: the step is given wrong arguments.
 
     Example:
       >>> print(autoshard.explain(train_step, state, batch, plan="plan.json", name="state['w']"))  # doctest: +SKIP
     """
     options = {"plan": plan, "name": name, "state": state}
     call, own = _told_apart("explain", step, abstract_args, abstract_kwargs, **options)
-    given, place = _given("explain", own["plan"])
-    traced = _traced(call, planning.hardware(given, place), own["state"])
+    given, place = loaded(own["plan"])
+    hardware = planning.hardware(given, place)
+    traced = _traced(call, hardware, own["state"])
+    if given.is_pipeline:
+        return pipeline_explanation.explain(traced, given, hardware, own["name"], place)
     return planning.explained(traced, given, own["name"], place)
+
+
+@boundary
+def trace_compare(plan: str | os.PathLike[str] | Plan, profile: str | os.PathLike[str]) -> TraceComparison:
+    """Puts a plan's predictions beside the trace of a real run.
+
+    The trace is cut into steps, and the median one is compared: from its first kernel to the next step's. Numbers are the
+    means of the devices in the trace. They hold for a trace of some steps after the first one, which compiles.
+
+    Args:
+      plan: a plan or its file.
+      profile: the folder that was given to `jax.profiler.trace`; of several runs in it, the last one counts. Or one of the
+        files there, `*.xplane.pb` or `*.trace.json.gz`.
+
+    Returns:
+      The comparison, which prints as text: the step's parts, and its kernels by class and its collectives by kind, the
+      largest differences first.
+
+    Raises:
+      InputError: there is no trace, it has no kernels of GPUs, or it is of another step or of more devices.
+      PlanError: the plan was edited by hand, so that its estimates are those of other decisions.
+
+    Example:
+      >>> with jax.profiler.trace("profile"):  # doctest: +SKIP
+      ...     state, loss = train_step(state, batch)
+      >>> print(autoshard.trace_compare(train_step.plan, "profile"))  # doctest: +SKIP
+    """
+    return compared(loaded(plan)[0], Path(profile))
 
 
 class Keywords(TypedDict, total=False):

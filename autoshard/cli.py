@@ -1,4 +1,5 @@
-"""The command line, `autoshard VERB`: search, verify, eject, show, explain, report, what-if, schema, clusters, calibrate.
+"""The command line, `autoshard VERB`: search, verify, eject, show, explain, report, trace-compare, what-if, schema,
+clusters, calibrate.
 
 Results go to stdout; progress, warnings and errors to stderr. `verbs.EXIT_STATUSES` has the meaning of each exit status.
 

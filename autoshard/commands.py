@@ -115,6 +115,8 @@ def eject(options: argparse.Namespace) -> int:
     for difference in ejected.differences:
         say(f"differs: {difference}")
     if options.out is None:
+        if ejected.constants:
+            say("the file reads long constants from an .npz beside it, which is written with --out FILE only")
         print(ejected, end="", flush=True)
     else:
         ejected.save(options.out)
@@ -253,6 +255,13 @@ def _show_choices(options: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr), target(options.target) as (step, args):
         found = api.choices(step, *args, plan=options.plan, name=options.choices, state=options.state)
     print(json.dumps(found, indent=1) if options.json else "\n".join(found), flush=True)
+    return 0
+
+
+def trace_compare(options: argparse.Namespace) -> int:
+    """Prints a plan's predictions beside the trace of a run."""
+    found = api.trace_compare(options.plan, options.profile)
+    print(json.dumps(found.to_json(), indent=1) if options.json else found, flush=True)
     return 0
 
 

@@ -5,7 +5,7 @@ whatever module defines it. Clusters are an exception: Pydantic reads what their
 that a class says it comes from.
 """
 
-from autoshard.api import choices, eject, emit, explain, parallelize, search, verify
+from autoshard.api import choices, eject, emit, explain, parallelize, search, trace_compare, verify
 from autoshard.cost_model.cluster import Cluster, Device, Link
 from autoshard.cost_model.errors import (
     AutoshardError,
@@ -23,6 +23,7 @@ from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.comparison import Amount, Comparison
 from autoshard.search.plan.differences import Difference
 from autoshard.search.plan.explained import Alternative, Change, Estimated, Explanation, MoreMemory
+from autoshard.search.plan.explained_pipeline import Neighbour, PipelineExplanation, Place
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import (
     Candidate,
@@ -34,10 +35,11 @@ from autoshard.search.plan.plan import (
     Stage,
     StageEstimates,
 )
-from autoshard.search.plan.profile import OpTime, Profile
+from autoshard.search.plan.profile import ClassTime, OpTime, Profile
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 from autoshard.sweep.rows import WhatIf
 from autoshard.sweep.what_if import what_if
+from autoshard.traces.comparison import Measured, TraceComparison
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
 from autoshard.verification.result import Copied, Extent, Footprint, Moved, Verification
@@ -50,6 +52,7 @@ __all__ = [
     "AxisUse",
     "Candidate",
     "Change",
+    "ClassTime",
     "Cluster",
     "ClusterError",
     "Collective",
@@ -68,14 +71,18 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "Link",
+    "Measured",
     "MixedCluster",
     "MoreMemory",
     "Moved",
+    "Neighbour",
     "NotSplittableError",
     "OpTime",
     "Outline",
     "Parallelized",
+    "PipelineExplanation",
     "PipelineVerification",
+    "Place",
     "Plan",
     "PlanError",
     "Profile",
@@ -85,6 +92,7 @@ __all__ = [
     "Stage",
     "StageEstimates",
     "StageProof",
+    "TraceComparison",
     "Verification",
     "WhatIf",
     "WorkShares",
@@ -94,6 +102,7 @@ __all__ = [
     "explain",
     "parallelize",
     "search",
+    "trace_compare",
     "verify",
     "what_if",
 ]

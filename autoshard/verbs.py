@@ -57,7 +57,7 @@ def ending(example: str, *statuses: int) -> str:
 
 def add_all(subparsers: Any) -> None:
     """Adds all verbs to a parser, in the order of its help."""
-    for add in (_search, _verify, _show, _explain, _report, _what_if, _eject, _clusters, _schema, _calibrate):
+    for add in _VERBS:
         add(subparsers)
 
 
@@ -215,7 +215,8 @@ def _explain(subparsers: Any) -> None:
     command.add_argument(
         "name",
         metavar="NAME",
-        help="a decision's name in the plan: the path of an argument, or the name of an op",
+        help="a decision's name in the plan: the path of an argument, or the name of an op; of a pipeline, stages, "
+        "schedule, microbatches, or the path of an argument",
     )
     _takes_state(command)
     _takes_json(command)
@@ -231,6 +232,20 @@ def _report(subparsers: Any) -> None:
     command.add_argument("plan", metavar="PLAN", help="a plan's file")
     command.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the page to write")
     command.set_defaults(run=_without_jax("report"))
+
+
+def _trace_compare(subparsers: Any) -> None:
+    command = subparsers.add_parser(
+        "trace-compare",
+        help="put a plan's predictions beside a profile of a real run",
+        epilog=ending("autoshard trace-compare plan.json profile/", 2, 4),
+    )
+    command.add_argument("plan", metavar="PLAN", help="a plan's file")
+    command.add_argument(
+        "profile", type=Path, metavar="PROFILE", help="the folder that was given to jax.profiler.trace"
+    )
+    _takes_json(command)
+    command.set_defaults(run=_with_jax("trace_compare"))
 
 
 def _what_if(subparsers: Any) -> None:
@@ -403,3 +418,18 @@ def _takes_state(command: Parser) -> None:
 
 def _takes_json(command: Parser) -> None:
     command.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+_VERBS = (
+    _search,
+    _verify,
+    _show,
+    _explain,
+    _report,
+    _trace_compare,
+    _what_if,
+    _eject,
+    _clusters,
+    _schema,
+    _calibrate,
+)

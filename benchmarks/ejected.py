@@ -11,8 +11,10 @@ the largest entry of each array, or to 1. No test of the suite runs these models
 
 import argparse
 import os
+import runpy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -136,7 +138,7 @@ def row(name: str) -> tuple[str, ...]:
         ejected.form,
         collectives,
         peak,
-        f"{error(case, ejected.text):.1e}",
+        f"{error(case, ejected):.1e}",
         "; ".join(differences) or "=",
     )
 
@@ -152,10 +154,11 @@ def found(case: Case, args: tuple[Any, ...], one: Row) -> autoshard.Plan:
     return autoshard.search(case.step, *args, **{**asked, **alone})
 
 
-def error(case: Case, text: str) -> float:
+def error(case: Case, ejected: autoshard.Ejected) -> float:
     """The largest error of the file's step against one device."""
-    namespace: dict[str, Any] = {"__name__": "ejected"}
-    exec(compile(text, "<ejected>", "exec"), namespace)
+    with TemporaryDirectory() as folder:
+        ejected.save(f"{folder}/step.py")
+        namespace = runpy.run_path(f"{folder}/step.py")
     mesh = namespace["make_mesh"]()
     start = case.start()
     state = namespace["placed"](namespace["ARGUMENTS"][0], jax.tree.map(jnp.copy, start), mesh)

@@ -1,10 +1,11 @@
 """Prices that `explain` says, beside searches that force the alternative.
 
-python -m benchmarks.explained [--models gpt_linen resnet] [--cluster 8xH100-80GB] [--draws 5] [--telling] [--out table.md]
+python -m benchmarks.explained [--models gpt resnet] [--cluster 8xH100-80GB] [--draws 5] [--telling] [--out table.md]
 
-Decisions on arguments are drawn at random from the plans of some models of the tests, and explained. With --telling, those
-that are no tie come first. Then the step is searched again on the plan's mesh with the runner-up pinned. The price found is
-the difference of the two step times. Both searches recompute and offload nothing, as explained prices keep that as it is.
+Decisions on arguments are drawn at random from the plans of some models, and explained: of the tests' models, or of larger
+ones (`LARGE`), whose decisions have real prices. With --telling, arrays of at least a MiB are drawn, and those that are no
+tie come first. Then the step is searched again on the plan's mesh with the runner-up pinned. The price found is the
+difference of the two step times. Both searches recompute and offload nothing, as explained prices keep that as it is.
 
 A price *agrees* if it is within 2% of the price found. It is *within bounds* if the price found lies between the bounds that
 the explanation says, the pinned search's own gap allowed for. Everything else is *wrong*.
@@ -13,10 +14,12 @@ the explanation says, the pinned search's own gap allowed for. Everything else i
 import argparse
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -31,12 +34,25 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.plan.explained import PRECISE, TIE, Explanation
 from autoshard.search.plan.plan import Plan
-from tests.zoo import MAKERS
+from tests.zoo import MAKERS, Case, make_gpt_scan, make_llama, make_mlp, make_vit
 
 MODELS = ("gpt_linen", "resnet", "dlrm", "lstm")
+LARGE: Mapping[str, Callable[[], Case]] = MappingProxyType(
+    {
+        "gpt": partial(make_gpt_scan, 12, 1024, 16, 32768, 1024, 64),
+        "llama": partial(make_llama, 4, 2048, 16, 8, 5632, 32768, 1024, 64, scanned=True),
+        "vit": partial(make_vit, 4, 1024, 16, 224, 16, 1024, 256),
+        "perceptron": partial(make_mlp, (4096, 16384, 16384, 4096), 8192),
+    }
+)
+"""Models that take milliseconds a step: a 205M GPT, a 330M Llama, a ViT of four layers, a perceptron of 400M weights."""
+
 SEED = 0
 MAX_EXPLAINED = 20
 """Decisions of a model that are drawn and explained, to find some that are no tie."""
+
+LEAST_BYTES = 1 << 20
+"""Of an array that is drawn to find decisions that are no tie: smaller ones cost microseconds, whatever is decided."""
 
 HEADS = ("model", "argument", "is", "runner-up", "reason", "price said", "price found", "verdict")
 
@@ -75,12 +91,15 @@ class Row:
 
 def rows_of(model: str, cluster: Cluster, num_draws: int, is_telling: bool) -> Iterator[Row]:
     """Drawn decisions of a model's plan."""
-    case = MAKERS[model]()
+    case = (LARGE.get(model) or MAKERS[model])()
     step = trace(case.step, *case.abstract_args())
     plan = _searched(step, cluster, None, {})
     applied = driver.apply(step, plan, cluster)
     names = applied.on_mesh.codec.names
-    nodes = [n for n, own in enumerate(names) if own[0] in plan.decisions.arguments]
+    values = [step.graph.values[v] for v in step.graph.inputs]
+    sizes = {one.name: v.num_bytes for one, v in zip(step.arguments, values, strict=True)}
+    least_bytes = LEAST_BYTES if is_telling else 0
+    nodes = [n for n, own in enumerate(names) if sizes.get(own[0], -1) >= least_bytes]
     drawn = random.Random(SEED).sample(nodes, len(nodes))[: MAX_EXPLAINED if is_telling else None]
     answers = ((explain(applied, names[node][0]), names[node]) for node in drawn)
     known = ((answer, own, answer.runner_up) for answer, own in answers if answer.runner_up is not None)

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard.cost_model.cluster import Cluster
@@ -46,9 +47,14 @@ WRITTEN_FORM = (
     "names the sharding of a value."
 )
 
+STORED = " Its long constants are in the `.npz` of its name beside it."
+
 TRIED = "`jax.jit` of the function for one device with these shardings alone differs:"
 
-Compare = Callable[[str], Beside]
+Constants = Mapping[str, np.ndarray]
+"""The arrays in a file's `.npz`, by name."""
+
+Compare = Callable[[str, Constants], Beside]
 """Compiles the step of a file's text beside the plan's program."""
 
 DIFFERS = 1
@@ -68,6 +74,7 @@ class Ejected:
       compiled: the compiled footprint of the file's step; None if the compiler was not asked.
       collectives: each kind over each set of axes, as compiled: of the plan's program (`predicted`) and of the file's step.
       tried: the differences of the wrapper, if it was compiled and not taken.
+      constants: by name, the long arrays that the file reads from the `.npz` beside it.
     """
 
     text: str
@@ -77,6 +84,7 @@ class Ejected:
     compiled: Footprint | None = None
     collectives: tuple[Moved, ...] = ()
     tried: tuple[str, ...] = ()
+    constants: Constants = field(default_factory=dict[str, np.ndarray])
 
     @property
     def is_compiled(self) -> bool:
@@ -102,12 +110,14 @@ class Ejected:
         return f"the {self.form} form, not compiled"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file.
+        """Writes the file, and beside it the `.npz` with its long constants, if it has any.
 
         Raises:
           InputError: the path cannot be written.
         """
         write_whole(Path(path), self.text, "the ejected step")
+        if self.constants:
+            np.savez(Path(path).with_suffix(".npz"), **self.constants)
 
     def __str__(self) -> str:
         return self.text
@@ -172,8 +182,9 @@ class Ejection:
     def _written(
         self, layout: Layout, program: Written, compare: Compare | None, tried: Sequence[str]
     ) -> Ejected:
-        file = partial(written_file, layout, program.lines, self.gpu_options)
-        draft = _Draft(WRITTEN, file, WRITTEN_FORM, tried=tuple(tried))
+        file = partial(written_file, layout, program, self.gpu_options)
+        sentence = f"{WRITTEN_FORM}{STORED * bool(program.stored)}"
+        draft = _Draft(WRITTEN, file, sentence, tried=tuple(tried), constants=program.stored)
         return self._judged(draft, layout, compare)
 
     def _wrapper(self, layout: Layout, compare: Compare | None, *unsaid: str) -> Ejected:
@@ -186,7 +197,7 @@ class Ejection:
 
     def _judged(self, draft: "_Draft", layout: Layout, compare: Compare | None) -> Ejected:
         """A file whose docstring says how it differs from the plan's program."""
-        beside = None if compare is None else compare(draft.file([]))
+        beside = None if compare is None else compare(draft.file([]), draft.constants)
         compiled = () if beside is None else beside.differences
         differences = (*draft.differences, *_donations(layout), *compiled)
         mesh = format_mesh(tuple(layout.mesh.values()))
@@ -198,7 +209,9 @@ class Ejection:
             *(_remedies(differences, draft.inside) if differences else [self._judgement(beside)]),
             f"Ejected by autoshard from the plan with the fingerprint {self.plan.fingerprint}.",
         )
-        ejected = Ejected(draft.file(said), draft.form, differences, tried=draft.tried)
+        ejected = Ejected(
+            draft.file(said), draft.form, differences, tried=draft.tried, constants=draft.constants
+        )
         if beside is None:
             return ejected
         planned, compiled = beside.footprints
@@ -217,8 +230,8 @@ class Ejection:
         """A function that compiles a file's step beside the plan's program, which it compiles once."""
         planned: list[CompiledStats] = []
 
-        def compare(text: str) -> Beside:
-            asked = [self.program.fn] * (not planned) + [loaded(text, self.step, self.program)]
+        def compare(text: str, constants: Constants) -> Beside:
+            asked = [self.program.fn] * (not planned) + [loaded(text, constants, self.step, self.program)]
             programs = [(fn, self.program.args) for fn in asked]
             *first, ejected = oracle.stats(programs, self.program.resting_bytes)
             planned.extend(first)
@@ -268,6 +281,7 @@ class _Draft:
       differences: those that are known without the compiler.
       inside: the plan's shardings of values inside, which the file does not impose.
       tried: the differences of the wrapper that was not taken.
+      constants: the arrays that it reads from the `.npz` beside it.
     """
 
     form: str
@@ -276,6 +290,7 @@ class _Draft:
     differences: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
+    constants: Constants = field(default_factory=dict[str, np.ndarray])
 
 
 def _remedies(differences: Sequence[str], inside: Sequence[str]) -> Iterator[str]:

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
+import numpy as np
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.units import format_bytes
@@ -109,10 +111,13 @@ FLAGS = " ".join(f"--{name}={value}" for name, value in AS_PLANNED.items())
 """The compiler's flags of a plan's program."""
 
 
-def loaded(text: str, step: Any, program: Program) -> Any:
+def loaded(text: str, constants: Mapping[str, np.ndarray], step: Any, program: Program) -> Any:
     """The jitted function of an ejected file, over the mesh of a program."""
-    namespace: dict[str, Any] = {"__name__": "ejected"}
-    exec(compile(text, "<ejected>", "exec"), namespace)
+    with TemporaryDirectory() as folder:
+        namespace: dict[str, Any] = {"__name__": "ejected", "__file__": f"{folder}/ejected.py"}
+        if constants:
+            np.savez(f"{folder}/ejected.npz", **constants)
+        exec(compile(text, "<ejected>", "exec"), namespace)
     shapes = jax.tree.map(_without_sharding, program.args)
     return namespace["sharded"](step, *shapes, mesh=program.mesh)
 

@@ -119,8 +119,12 @@ def _flat_names(layout: Layout) -> list[str]:
     return list(found)
 
 
-def written_file(layout: Layout, body: Sequence[str], options: Mapping[str, str], said: Sequence[str]) -> str:
-    """The file that has the program itself, as `printed` gives its lines."""
+LOADED = """with np.load(__file__.removesuffix(".py") + ".npz") as arrays:
+    CONSTANTS = dict(arrays)"""
+
+
+def written_file(layout: Layout, body: Written, options: Mapping[str, str], said: Sequence[str]) -> str:
+    """The file that has the program itself, as `printed` gives it."""
     program = [
         "def written(",
         *(f"{INDENT}{name}," for name in ("mesh", *_flat_names(layout))),
@@ -130,7 +134,7 @@ def written_file(layout: Layout, body: Sequence[str], options: Mapping[str, str]
         f"{INDENT}def constrained(x, spec):",
         f"{INDENT * 2}return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))",
         "",
-        *(part for line in body for part in _indented(line)),
+        *(part for line in body.lines for part in _indented(line)),
         "",
     ]
     run = [
@@ -138,8 +142,9 @@ def written_file(layout: Layout, body: Sequence[str], options: Mapping[str, str]
         f"{INDENT}return jax.tree.unflatten(jax.tree.structure(result), written(mesh, *jax.tree.leaves(args)))",
     ]
     use = "; here it only gives the structure of the result"
-    imports = "import jax.numpy as jnp\nfrom jax import lax\n"
-    return _file(layout, options, said, _Content(run, use, [], ["\n".join(program)], imports))
+    imports = f"import jax.numpy as jnp\n{'import numpy as np\n' * bool(body.stored)}from jax import lax\n"
+    loaded = [LOADED] if body.stored else []
+    return _file(layout, options, said, _Content(run, use, loaded, ["\n".join(program)], imports))
 
 
 @dataclass(frozen=True, slots=True)

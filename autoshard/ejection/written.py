@@ -8,7 +8,7 @@ import itertools
 import keyword
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +16,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard.ejection import source
+from autoshard.ejection.constants import constant, printed, stored
 from autoshard.ejection.equations import SEVERAL, TEMPLATES, expression
 from autoshard.ejection.source import UnwritableError
 from autoshard.search.ir import _jax
 
 INDENT = "    "
-
-MAX_CONSTANT = 64
-"""Largest number of elements of a constant array that is printed. Source: a choice of ours; a reader skips longer ones."""
 
 MAX_PLAIN = 2**31
 """Python integers from here on do not adapt to the type of an array: JAX takes them for 32-bit ones."""
@@ -42,10 +40,12 @@ class Written:
     Attributes:
       lines: the body of a function of the flat arguments.
       unwritten: the equations that have no source, each with the reason and its line; without them the lines do not run.
+      stored: by name, the arrays that the lines read from `CONSTANTS`.
     """
 
     lines: tuple[str, ...]
     unwritten: tuple[str, ...]
+    stored: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
 
     @property
     def fault(self) -> str:
@@ -68,7 +68,7 @@ def written(call: _jax.JittedCall, arguments: Sequence[str], resting: Sequence[P
     there = (resting[i] for i in call.operands)
     printer = _Printer(taken=frozenset(arguments), resting=dict(zip(body.invars, there, strict=True)))
     lines = tuple(printer.function_body(call.jaxpr, [arguments[i] for i in call.operands]))
-    return Written(lines, tuple(printer.unwritten))
+    return Written(lines, tuple(printer.unwritten), printer.stored)
 
 
 @dataclass(eq=False)
@@ -82,6 +82,7 @@ class _Printer:
     num_readers: dict[Any, int] = field(default_factory=dict)
     resting: dict[Any, Any] = field(default_factory=dict)
     borrowed: set[Any] = field(default_factory=set)
+    stored: dict[str, np.ndarray] = field(default_factory=dict)
     place: str = ""
 
     def function_body(self, jaxpr: Any, arguments: Sequence[str]) -> Iterator[str]:
@@ -169,16 +170,17 @@ class _Printer:
         content = np.asarray(v.val, v.aval.dtype)
         is_wide = content.dtype.kind in "iu" and not -MAX_PLAIN <= content < MAX_PLAIN
         if not is_typed or is_wide or content.dtype.kind == "c":
-            return _constant(content)
+            return printed(content)
         plain = source.numbers(str(content[()]))
         return f"({plain})" if plain.startswith("-") else plain
 
     def assigned(self, name: str, content: Any) -> Iterator[str]:
         """The assignment of a constant array."""
         try:
-            if np.size(content) > MAX_CONSTANT:
-                raise UnwritableError("it is too long")
-            yield f"{name} = {_constant(content)}"
+            said = constant(content)
+            if said is None:
+                said, self.stored[name] = stored(content, name)
+            yield f"{name} = {said}"
         except UnwritableError as e:
             self.unwritten.append(f"a constant array of shape {np.shape(content)} ({e})")
 
@@ -274,17 +276,6 @@ def identifier(path: str) -> str:
     """A path or a primitive's name as an identifier."""
     name = re.sub(r"\W+", "_", path).strip("_") or "x"
     return f"{name}_" if keyword.iskeyword(name) else f"x_{name}" if name[0].isdigit() else name
-
-
-def _constant(content: Any) -> str:
-    """The source of a constant array.
-
-    Raises:
-      UnwritableError: it has an extended dtype.
-    """
-    kind = source.dtype(content.dtype)
-    said = source.numbers(repr(np.asarray(content).tolist()))
-    return f"jnp.array({said}, {kind})" if np.shape(content) else f"{kind}({said})"
 
 
 def _num_readers(body: Any) -> Counter[Any]:

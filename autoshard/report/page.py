@@ -11,6 +11,7 @@ from autoshard.report.answer import answer
 from autoshard.report.argument_tree import argument_tree
 from autoshard.report.cluster_map import cluster_map
 from autoshard.report.markup import Html, bar, behind, element, joined, section, table
+from autoshard.report.pipeline_memory import pipeline_memory
 from autoshard.report.roofline import roofline
 from autoshard.report.schedule_chart import schedule_chart
 from autoshard.report.step_chart import residents_table, step_chart, time_table
@@ -111,7 +112,8 @@ def _time(plan: PlanValues) -> Html:
     if plan.is_pipeline:
         simulation = simulated(plan)
         note = _schedule_note(plan, simulation)
-        return section("The step in time", schedule_chart(plan, simulation), note=note)
+        charts = schedule_chart(plan, simulation), pipeline_memory(plan, simulation)
+        return section("The step in time", *charts, note=note)
     if profile is None:
         return section("The step in time", time_table(plan), note="The plan's file has no profile over time.")
     note = (

@@ -6,6 +6,8 @@ Each follows from the plan's estimates by a rule that is written here; none is a
 from collections.abc import Sequence
 
 from autoshard.cost_model.units import format_bytes, format_seconds
+from autoshard.report.worker_memory import held
+from autoshard.search.pipeline.timeline import simulated
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import PlanValues, StageEstimates
 
@@ -88,7 +90,7 @@ def filling(plan: PlanValues) -> str:
     """The kinds of arrays at the peak of memory."""
     estimates, peak_bytes = plan.estimates, plan.estimates.peak_bytes
     if plan.is_pipeline:
-        return _fullest(estimates.stages)
+        return _fullest(plan)
     if not estimates.residents:
         return f"{format_bytes(peak_bytes)} at the peak; the plan does not say which arrays."
     kind, most = max(estimates.residents.items(), key=lambda item: item[1])
@@ -96,12 +98,16 @@ def filling(plan: PlanValues) -> str:
     return f"{kind.replace('_', ' ').capitalize()}: {share} at the peak, which is at {estimates.peak_at}."
 
 
-def _fullest(stages: Sequence[StageEstimates]) -> str:
+def _fullest(plan: PlanValues) -> str:
+    """The worker that holds most, and what fills it."""
+    simulation, stages = simulated(plan), plan.estimates.stages
     n = max(range(len(stages)), key=lambda n: stages[n].peak_bytes)
-    state, residuals = format_bytes(stages[n].state_bytes), format_bytes(stages[n].residual_bytes)
+    worker = next(w for w in range(len(simulation.workers)) if n in simulation.schedule.stages_of(w))
+    state, residuals, workspace = map(max, held(plan, simulation, worker))
+    working = f", and {format_bytes(workspace)} while a task runs" if workspace else ""
     return (
-        f"Stage {n} holds most: {format_bytes(stages[n].peak_bytes)}. Its state takes {state}, each microbatch in flight "
-        f"{residuals} of residuals."
+        f"Worker {worker} holds most: {format_bytes(stages[n].peak_bytes)} a device. Its state takes {format_bytes(state)}, "
+        f"the residuals of microbatches in flight at most {format_bytes(residuals)}{working}."
     )
 
 

@@ -149,7 +149,7 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """The explanation as JSON-ready values; an unknown bound is None."""
-        return _finite(asdict(self))
+        return finite(asdict(self))
 
     def __str__(self) -> str:
         lines = [self.name]
@@ -162,7 +162,7 @@ class Explanation:
             lines += self._without_cap(self.beyond_cap)
         lines += _estimated("recomputation", self.retention)
         lines += _estimated("host", self.host)
-        return fitted("\n".join([*lines, _more_memory(self.more_memory, self.step_s)]))
+        return fitted("\n".join([*lines, more_memory(self.more_memory, self.step_s)]))
 
     def _why(self) -> str:
         if self.reason == TIE:
@@ -178,7 +178,7 @@ class Explanation:
         return [
             f"the cap rules out {one.choice}",
             f"  time    {_plain_price(one, self.step_s)}",
-            f"  memory  {_signed_bytes(one.more_bytes)} at the peak of a device{_own(one)}",
+            f"  memory  {signed_bytes(one.more_bytes)} at the peak of a device{_own(one)}",
         ]
 
     def _said(self, one: Alternative) -> list[str]:
@@ -186,15 +186,15 @@ class Explanation:
         price = _plain_price(one, self.step_s) if is_tie else _price(one, self.step_s, self.is_upper)
         lines = [f"runner-up: {one.choice}", f"  time    {price}"]
         if one.parts:
-            parts = ", ".join(f"{name} {_signed_s(seconds)}" for name, seconds in one.parts[:MAX_PARTS])
+            parts = ", ".join(f"{name} {signed_s(seconds)}" for name, seconds in one.parts[:MAX_PARTS])
             lines.append(f"  of that {parts}")
-        lines.append(f"  memory  {_signed_bytes(one.more_bytes)} at the peak of a device{_own(one)}")
+        lines.append(f"  memory  {signed_bytes(one.more_bytes)} at the peak of a device{_own(one)}")
         return [*lines, *_changes(one.changes)]
 
 
 def _plain_price(one: Alternative, step_s: float) -> str:
     """`+1.2 ms a step (+3.4%)`."""
-    return f"{_signed_s(one.more_s)} a step ({one.more_s / step_s:+.1%})"
+    return f"{signed_s(one.more_s)} a step ({one.more_s / step_s:+.1%})"
 
 
 def _price(one: Alternative, step_s: float, is_upper: bool) -> str:
@@ -203,7 +203,7 @@ def _price(one: Alternative, step_s: float, is_upper: bool) -> str:
     if one.is_precise:
         return f"{said}{' or less: other recomputation was not searched' * is_upper}"
     least_s = one.at_least_s
-    least = f", and at least {_signed_s(least_s)}" if least_s > -step_s and not is_upper else ""
+    least = f", and at least {signed_s(least_s)}" if least_s > -step_s and not is_upper else ""
     return f"at most {said}{least}: the search ended before it was certain"
 
 
@@ -217,7 +217,7 @@ def _own(one: Alternative) -> str:
 def _changes(changes: tuple[Change, ...]) -> list[str]:
     if not changes:
         return ["  no other decision changes"]
-    rows = [(_signed_s(c.more_s), c.name, f"{c.this} => {c.other}") for c in changes[:MAX_CHANGES]]
+    rows = [(signed_s(c.more_s), c.name, f"{c.this} => {c.other}") for c in changes[:MAX_CHANGES]]
     return [
         f"  {plural(len(changes), 'other decision')} would change:",
         *aligned(rows, indent=4, right=(0,)),
@@ -228,14 +228,15 @@ def _changes(changes: tuple[Change, ...]) -> list[str]:
 def _estimated(title: str, one: Estimated | None) -> list[str]:
     if one is None:
         return []
-    time, memory = _signed_s(one.more_s), _signed_bytes(one.more_bytes)
+    time, memory = signed_s(one.more_s), signed_bytes(one.more_bytes)
     return [
         f"{title}: {one.choice}",
         f"  {one.reason.upper()}: {one.other} would cost {time} a step and {memory} a device (estimate)",
     ]
 
 
-def _more_memory(more: MoreMemory, step_s: float) -> str:
+def more_memory(more: MoreMemory, step_s: float) -> str:
+    """The line on the worth of more memory."""
     start = f"10% more memory ({format_bytes(more.more_bytes)} a device) would buy"
     if not more.how:
         return f"{start} nothing"
@@ -243,18 +244,20 @@ def _more_memory(more: MoreMemory, step_s: float) -> str:
     return f"{start} {format_seconds(more.less_s)} a step ({more.less_s / step_s:.1%}): {more.how}{estimate}"
 
 
-def _signed_s(seconds: float) -> str:
+def signed_s(seconds: float) -> str:
+    """`+1.2 ms`."""
     return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
-def _signed_bytes(num_bytes: float) -> str:
+def signed_bytes(num_bytes: float) -> str:
+    """`-3 MiB`."""
     return f"{'-' if num_bytes < 0 else '+'}{format_bytes(abs(num_bytes))}"
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+def finite(value: Any) -> Any:
+    """JSON-ready values: JSON has no infinity."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in cast(dict[str, Any], value).items()}
+        return {key: finite(one) for key, one in cast(dict[str, Any], value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in cast(list[Any], value)]
+        return [finite(one) for one in cast(list[Any], value)]
     return None if isinstance(value, float) and abs(value) == float("inf") else value

@@ -10,7 +10,8 @@ from autoshard.search.device.prediction import Moment, Prediction
 from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.memory.copies import SCOPE
 from autoshard.search.plan.decisions import node_names
-from autoshard.search.plan.profile import OpTime, Profile
+from autoshard.search.plan.kernel_class import KernelClass, class_of_op
+from autoshard.search.plan.profile import ClassTime, OpTime, Profile
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.live_ranges import Resident
@@ -41,7 +42,11 @@ def measured_profile(costed: CostedGraph, chosen: Sequence[int], device: Predict
     moments, course = device.course()
     seconds = max((moment.end_s for moment in moments), default=0.0)
     return Profile(
-        seconds, _busy(costed, moments, seconds), _held(moments, course, seconds), _ops(costed, chosen)
+        seconds,
+        _busy(costed, moments, seconds),
+        _held(moments, course, seconds),
+        _ops(costed, chosen),
+        _kernels(costed, moments),
     )
 
 
@@ -80,6 +85,17 @@ def _shares(spans: np.ndarray, seconds: float) -> tuple[float, ...]:
     covered = before[last + 1] - np.where(last >= 0, np.maximum(end[last] - edges, 0.0), 0.0)
     shares = np.clip(np.diff(covered) * NUM_SLICES / seconds, 0.0, 1.0)
     return tuple(round(share, DIGITS) for share in shares.tolist())
+
+
+def _kernels(costed: CostedGraph, moments: Iterable[Moment]) -> dict[str, ClassTime]:
+    """The kernels that compute, by class, in the order of the classes."""
+    found = dict.fromkeys(KernelClass, ClassTime(0.0, 0))
+    for moment in moments:
+        if moment.kernel.collective is None and not moment.is_wait and moment.kernel.time.seconds:
+            op = costed.graph.folded.program.ops[moment.kernel.position]
+            so_far = found[kind := class_of_op(op.name)]
+            found[kind] = ClassTime(so_far.seconds + moment.kernel.time.seconds, so_far.runs + op.count)
+    return {str(kind): taken for kind, taken in found.items() if taken.runs}
 
 
 # --- memory

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, cast, overload
 from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.cost_model.whole_file import write_whole
+from autoshard.report.page import framed, page
 from autoshard.search.plan import edits, former_files
 from autoshard.search.plan.comparison import Comparison
 from autoshard.search.plan.executors import EXECUTORS, JIT
@@ -178,8 +179,6 @@ class Plan(PlanValues):
         Example:
           >>> plan.report("plan.html")  # doctest: +SKIP
         """
-        from autoshard.report.page import page
-
         if path is None:
             return page(self)
         return write_whole(Path(path), page(self), "the report")
@@ -198,8 +197,6 @@ class Plan(PlanValues):
 
     def _repr_html_(self) -> str:
         """The report, as notebooks show it."""
-        from autoshard.report.page import framed, page
-
         return framed(page(self))
 
     def __str__(self) -> str:

@@ -34,6 +34,19 @@ class OpTime:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassTime:
+    """The kernels of one class, on one device.
+
+    Attributes:
+      seconds: per step.
+      runs: kernels that run in a step.
+    """
+
+    seconds: Number
+    runs: Count
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """One device over a step, in slices of equal time.
 
@@ -44,9 +57,11 @@ class Profile:
         compute, one at a time; `collectives over data`; `to host` and `from host`.
       held_bytes: by kind of resident, bytes at the fullest point of each slice.
       ops: the ops that take longest, the longest first.
+      kernels: the kernels that compute, by class (`search.plan.kernel_class`).
     """
 
     seconds: Number
     busy: Mapping[str, tuple[Number, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     held_bytes: Mapping[str, tuple[Count, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     ops: tuple[OpTime, ...] = ()
+    kernels: Mapping[str, ClassTime] = field(default_factory=dict[str, ClassTime])

@@ -862,12 +862,6 @@ def test_explain_says_why_a_decision_is_so(run, train, tmp_path):
     assert "names no decision of this step" in err
 
 
-def test_explain_refuses_the_plan_of_a_pipeline(run, train):
-    status, _, err = run("explain", f"{train}:target", FOLDER / "mpmd.json", "w")
-    assert status == 2
-    assert "explain wants the plan of one program" in err
-
-
 def test_show_against_tells_by_its_status_if_plans_differ(run):
     one, stages = FOLDER / "jit.json", FOLDER / "mpmd.json"
     assert run("show", one, "--against", one, "--exit-code")[0] == 0

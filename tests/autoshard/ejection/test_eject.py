@@ -1,6 +1,7 @@
 """A plan as a file of plain JAX: it runs where autoshard cannot be imported, and gives one device's numbers."""
 
 import dataclasses
+import runpy
 import subprocess
 import sys
 
@@ -187,6 +188,27 @@ def test_recomputation_and_microbatches_are_written_out(options):
     )
 
 
+def test_long_constants_are_said_by_their_rule_or_lie_beside_the_file(tmp_path):
+    mask = np.tri(32, dtype=np.float32)
+    table = np.sin(np.arange(32 * 16, dtype=np.float32)).reshape(32, 16)
+
+    def step(w, x):
+        value, grad = jax.value_and_grad(lambda w: jnp.mean((mask @ jnp.tanh((x + table) @ w)) ** 2))(w)
+        return w - grad, value
+
+    args = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((64, 32, 16), "float32")
+    plan = autoshard.search(step, *args, cluster="8xCPU", mesh=(8,), pin={"x": jax.P("data")}, verify="never")
+    made = autoshard.eject(step, *args, plan=plan, form="written")
+    assert (len(made.constants), made.differences) == (1, ())
+    assert "jnp.where(jnp.tri(32, 32, 0, dtype=bool)" in made.text
+    made.save(tmp_path / "step.py")
+    rng = np.random.default_rng(0)
+    start = jax.tree.map(lambda x: rng.standard_normal(x.shape, "float32"), args)
+    found = runpy.run_path(tmp_path / "step.py")["sharded"](step, *start)(*start)
+    wanted = jax.jit(step)(*start)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), found, wanted)
+
+
 def test_the_command_line_writes_the_file_and_says_its_form(folder, capsys):
     with jax.enable_x64(True):
         out = folder / "by_command.py"
@@ -254,8 +276,43 @@ def test_a_program_per_stage_is_refused_with_a_remedy():
 
     stages = {"stages": 2, "microbatches": 2, "executor": "mpmd", "verify": "never"}
     plan = autoshard.search(step, *args, cluster="8xCPU", **stages)
-    with pytest.raises(autoshard.InputError, match='executor="spmd"'):
+    with pytest.raises(autoshard.InputError, match=r'only="shardings"\. Or search with executor="spmd"'):
         autoshard.eject(step, *args, plan=plan)
+
+
+def test_the_shardings_of_a_pipeline_are_those_in_which_its_arguments_rest():
+    def step(state, x):
+        def loss(w):
+            h = x
+            for layer in w:
+                h = jnp.tanh(h @ layer)
+            return jnp.mean(h**2)
+
+        return {"w": jax.tree.map(lambda w, g: w - g, state["w"], jax.grad(loss)(state["w"]))}
+
+    w = [jax.ShapeDtypeStruct((16, 16), "float32")] * 4
+    args = {"w": w}, jax.ShapeDtypeStruct((16, 16), "float32")
+    stages = {
+        "stages": 4,
+        "schedule": "interleaved-1f1b",
+        "microbatches": 2,
+        "executor": "mpmd",
+        "verify": "never",
+    }
+    plan = autoshard.search(step, *args, cluster="8xCPU", **stages)
+    variables = {}
+    exec(autoshard.eject(step, *args, plan=plan, only="shardings").text, variables)
+    (state, _), devices = autoshard.parallelize(step, plan=plan).in_shardings(*args), jax.devices()
+    for n, wanted in enumerate(state["w"]):
+        stage, spec = variables["STAGE"]["state"][f"w/{n}"], variables["SPECS"]["state"][f"w/{n}"]
+        there = np.array([devices[i] for i in variables["DEVICES"][stage]])
+        mesh = jax.sharding.Mesh(
+            there.reshape(*variables["STAGES"][stage].values()), (*variables["STAGES"][stage],)
+        )
+        assert NamedSharding(mesh, spec).is_equivalent_to(wanted, 2)
+        assert wanted.device_set == {*there.flat}
+    assert len({*variables["STAGE"]["state"].values()}) == 4
+    assert variables["STAGE"]["x"] == {"": 0}
 
 
 def test_objects_among_the_arguments_are_refused_with_a_remedy():

@@ -204,9 +204,14 @@ def test_an_operation_without_a_public_function_is_named_with_its_line():
     assert re.fullmatch(r"pure_callback \(.*\) at .*test_written.py:\d+", fault)
 
 
-def test_a_long_constant_is_not_printed():
+def test_a_long_constant_is_said_by_its_rule_or_stored():
     program = printed(lambda x: x.sum() * np.arange(100.0, dtype=np.float32), X)
-    assert program.unwritten == ("a constant array of shape (100,) (it is too long)",)
+    assert (program.unwritten, {*program.stored}) == ((), set())
+    assert any("jnp.arange(0, 100, 1" in line for line in program.lines)
+    program = printed(lambda x: x.sum() * np.sin(np.arange(100.0, dtype=np.float32)), X)
+    (name,) = program.stored
+    assert program.stored[name].shape == (100,)
+    assert any(f'CONSTANTS["{name}"]' in line for line in program.lines)
 
 
 @pytest.mark.parametrize(

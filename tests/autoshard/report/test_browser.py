@@ -1,17 +1,27 @@
 """Reports in a browser: they fit any width, read well in both colour schemes, and answer the keyboard."""
 
-import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.autoshard.report.drawings import (
+    DRAWINGS,
+    SCHEMES,
+    WIDTH,
+    differing,
+    path_of,
+    picture,
+    system_browser,
+)
 from tests.autoshard.report.plans import one_program, pipeline
 
 playwright = pytest.importorskip("playwright.sync_api")
 
 pytestmark = [pytest.mark.devices, pytest.mark.browser]
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+MAX_DIFFERING = 0.005
+"""Share of a drawing's pixels that may differ from its picture: edges, which versions of Chromium blend otherwise."""
 
 LEAST_CONTRAST = 4.5
 """Of text on its background, by WCAG 2.2, success criterion 1.4.3."""
@@ -41,7 +51,7 @@ CONTRASTS = """() => {
 @pytest.fixture(scope="module")
 def browser():
     """Headless Chromium: the system's, or the one that Playwright has installed."""
-    known = next(filter(None, map(shutil.which, BROWSERS)), None)
+    known = system_browser()
     with playwright.sync_playwright() as started:
         path = known or started.chromium.executable_path
         if not Path(path).exists():
@@ -128,3 +138,24 @@ def test_all_that_scrolls_or_opens_can_be_reached_by_keyboard(opened):
     summary.focus()
     page.keyboard.press("Enter")
     assert page.locator("caption", has_text="Streams of a device").is_visible()
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_drawings_are_as_they_were_looked_at(browser, opened, name):
+    """`python -m tests.autoshard.report.drawings` makes new pictures."""
+    make, _ = DRAWINGS[name]
+    for scheme in SCHEMES:
+        page = opened(make(), width=WIDTH)
+        share = differing(browser, path_of(name, scheme).read_bytes(), picture(page, name, scheme))
+        assert isinstance(share, float | int), share
+        assert share <= MAX_DIFFERING
+
+
+def test_a_drawing_with_other_numbers_differs(browser, opened):
+    """The comparison sees a lane that is a tenth shorter."""
+    busy = one_program().estimates.profile.busy
+    shorter = {name: tuple(0.0 if n < 12 else share for n, share in enumerate(s)) for name, s in busy.items()}
+    plan = one_program(profile=replace(one_program().estimates.profile, busy=shorter))
+    page = opened(plan, width=WIDTH)
+    before = path_of("streams", "light").read_bytes()
+    assert differing(browser, before, picture(page, "streams", "light")) > MAX_DIFFERING

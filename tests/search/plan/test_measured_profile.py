@@ -64,6 +64,15 @@ def test_ops_have_the_flops_of_the_model_and_the_longest_comes_first():
     assert all(0 < op.flops / op.seconds < op.peak_flops_per_s for op in ops)
 
 
+def test_kernels_of_all_classes_take_the_time_that_the_device_computes():
+    """Three products a layer but for the first one, and no convolution."""
+    estimates, kernels = searched().plan.estimates, profile().kernels
+    assert {*kernels} == {"products", "elementwise and fused"}
+    assert kernels["products"].runs == 3 * NUM_LAYERS - 1
+    assert kernels["products"].seconds == pytest.approx(sum(op.seconds for op in profile().ops), rel=1e-6)
+    assert sum(one.seconds for one in kernels.values()) == pytest.approx(estimates.compute_s, rel=0.05)
+
+
 def test_a_profile_goes_through_the_file(tmp_path):
     searched().plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").estimates.profile == profile()

@@ -1,0 +1,106 @@
+"""A pipeline's memory over the time of a step: a lane for each worker, with what it holds.
+
+A worker holds the state of its stages all the time, the residuals of the microbatches in flight, and the workspace of the
+task that runs. Residuals rise with each forward pass and fall with each backward pass, so the lanes show which worker fills
+first.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from autoshard.cost_model.units import format_bytes
+from autoshard.report.markup import Html, behind, element, joined, table
+from autoshard.report.schedule_chart import MAX_LANES
+from autoshard.report.sentences import percent
+from autoshard.report.step_chart import ticks
+from autoshard.report.worker_memory import NUM_SLICES, Slices, held
+from autoshard.search.pipeline.simulator import Simulation
+from autoshard.search.plan.text_table import plural
+from autoshard.search.plan.values import PlanValues
+
+HEIGHT = 100
+"""Units of a lane's height."""
+
+SHOWN_CAP = 4
+"""Times the fullest worker: a cap up to here is the height of a lane; above it, nobody would see what is held."""
+
+KINDS = {"state": "optimizer_state", "residuals": "residuals", "workspace": "temporaries"}
+"""What a worker holds, from the bottom up, by the colour of its kind."""
+
+
+def pipeline_memory(plan: PlanValues, simulation: Simulation) -> Html:
+    """Lanes of memory in time, a key, and a table of the workers."""
+    stacks = [held(plan, simulation, worker) for worker in range(len(simulation.workers))]
+    highest = max(max(map(sum, zip(*stack, strict=True))) for stack in stacks)
+    cap = plan.memory_bytes
+    top = cap if highest <= cap <= SHOWN_CAP * highest else highest
+    lanes = (_lane(n, stack, top) for n, stack in enumerate(stacks[:MAX_LANES]))
+    keys = (element("li", name, class_=f"kind-{kind}") for name, kind in reversed(KINDS.items()))
+    left = len(stacks) - MAX_LANES
+    more = element("p", f"and {plural(left, 'worker')} more", class_="note") if left > 0 else None
+    height = "the cap" if top == cap else "the most that a worker holds"
+    return element(
+        "figure",
+        element(
+            "p", f"Memory of each worker; a lane is as high as {height}, {format_bytes(top)}", class_="axis"
+        ),
+        element("div", *lanes, class_="lanes"),
+        more,
+        ticks(simulation.makespan_s),
+        element("ul", *keys, class_="keys", aria_label="kinds of memory, from the top down"),
+        behind("Table of the workers' memory", _table(plan, simulation, stacks)),
+        class_="schedule",
+    )
+
+
+def _lane(worker: int, stack: Sequence[Slices], top: float) -> Html:
+    below, areas = (0.0,) * NUM_SLICES, list[Html]()
+    for kind, slices in zip(KINDS.values(), stack, strict=True):
+        above = tuple(a + b for a, b in zip(below, slices, strict=True))
+        if any(slices):
+            areas.append(element("path", d=_area(below, above, top), class_=f"kind-{kind}"))
+        below = above
+    most = format_bytes(max(below))
+    label = f"worker {worker}: holds at most {most}"
+    drawing = element(
+        "svg",
+        joined(areas),
+        viewBox=f"0 0 {NUM_SLICES} {HEIGHT}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=label,
+    )
+    name = element("span", f"worker {worker}")
+    return element("div", name, drawing, element("span", most, class_="number"), class_="lane holds")
+
+
+def _area(below: Slices, above: Slices, top: float) -> str:
+    """The outline of a band: forwards along its upper edge, backwards along its lower one; level parts are one line."""
+    there = "".join(f"V{_y(level, top)}H{end}" for _, end, level in _levels(above))
+    back = "".join(f"V{_y(level, top)}H{start}" for start, _, level in reversed(_levels(below)))
+    return f"M0 {HEIGHT}{there}{back}Z"
+
+
+def _levels(values: Slices) -> list[tuple[int, int, float]]:
+    runs = [[n for n, _ in run] for _, run in groupby(enumerate(values), key=lambda one: one[1])]
+    return [(run[0], run[-1] + 1, values[run[0]]) for run in runs]
+
+
+def _y(num_bytes: float, top: float) -> str:
+    return f"{HEIGHT * (1 - num_bytes / top):.1f}".removesuffix(".0")
+
+
+def _table(plan: PlanValues, simulation: Simulation, stacks: Sequence[Sequence[Slices]]) -> Html:
+    rows = [
+        (
+            str(n),
+            ", ".join(map(str, stages := simulation.schedule.stages_of(n))),
+            *(format_bytes(max(slices)) for slices in stack),
+            format_bytes(peak := max(plan.estimates.stages[stage].peak_bytes for stage in stages)),
+            percent(peak, plan.memory_bytes),
+        )
+        for n, stack in enumerate(stacks)
+    ]
+    head = ("worker", "stages", *KINDS, "peak", "of the cap")
+    title = "Memory of the workers, per device: each kind at its most, and the predicted peak"
+    return table(title, head, rows, right=(0, 2, 3, 4, 5, 6))
