@@ -28,7 +28,6 @@ from autoshard.search.pipeline.spmd_planning import find
 from autoshard.verification import pipeline_judge
 from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.records import StageProof
-from tests.gpu.compiled import HURRY
 from tests.zoo import Case, make_gpt_scan, make_llama, make_megatron
 from tests.zoo.case import Normal
 
@@ -138,7 +137,7 @@ def verified(pipe: Pipe) -> StageProof:
     options = PipelineOptions(
         CLUSTER.device_memory_limit(), pipe.stages, pipe.schedule, 4, pipe.mesh, remat="never"
     )
-    verifier = CompilerVerifier(CLUSTER, Compiler(flags=HURRY), progress=lambda line: None)
+    verifier = CompilerVerifier(CLUSTER, Compiler(), progress=lambda line: None)
     (stage,) = pipeline_judge.verified(verifier, find(step, CLUSTER, options)).stages
     return stage
 

@@ -29,7 +29,7 @@ from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.verification import pipeline_judge
 from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.pipeline_result import PipelineVerification
-from tests.gpu.compiled import HURRY, JOBS
+from tests.gpu.compiled import JOBS
 from tests.zoo import (
     Case,
     make_gpt_linen,
@@ -137,7 +137,7 @@ def verified(pipe: Pipe) -> PipelineVerification:
     if pipe.is_tight:
         cap_bytes = int(TIGHT * found.plan.estimates.peak_bytes)
         found = find(step, CLUSTER, replace(options, memory_bytes=cap_bytes))
-    verifier = CompilerVerifier(CLUSTER, Compiler(flags=HURRY), progress=lambda line: None)
+    verifier = CompilerVerifier(CLUSTER, Compiler(), progress=lambda line: None)
     return pipeline_judge.verified_per_stage(verifier, found, full=True)
 
 

@@ -32,7 +32,7 @@ from autoshard.cost_model.xla.process import Compiler
 from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.records import FLOOR_BYTES, TRAFFIC_SHARE, Moved
 from autoshard.verification.result import Verification
-from tests.gpu.compiled import HURRY, JOBS, Job, planned
+from tests.gpu.compiled import JOBS, Job, planned
 
 MIB = 1 << 20
 
@@ -99,7 +99,7 @@ def main() -> None:
 def verified(name: str) -> Verification:
     """One case, planned and compiled."""
     _, cluster, found = planned(JOBS[name])
-    return CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(found)
+    return CompilerVerifier(cluster, Compiler(), progress=lambda line: None).verified(found)
 
 
 def _result(name: str, answer: "Future[Verification]") -> Result:

@@ -27,7 +27,6 @@ from autoshard.search.options import Options, Progress
 from autoshard.search.problem.flat_program import flatten
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.judge import CompilerVerifier
-from tests.gpu.compiled import HURRY
 from tests.zoo import Case
 
 NO_CAP_BYTES = 1 << 42
@@ -169,7 +168,7 @@ class _Judged:
 
     def __init__(self, planner: Planner, cap_bytes: int) -> None:
         self.planner, self.cap_bytes = planner, cap_bytes
-        self.verifier = CompilerVerifier(planner.cluster, Compiler(flags=HURRY), lambda line: None)
+        self.verifier = CompilerVerifier(planner.cluster, Compiler(), lambda line: None)
         self.judged: list[tuple[SearchResult, Point]] = []
         """The plans that were compiled, in their order."""
 

@@ -3,8 +3,8 @@
 A `pure` test compiles no program and starts no process, so that `pytest -m pure` is quick. A `devices` test does, on
 simulated devices; a `compiler` test asks XLA for programs of GPUs. A test needs what it or its file is marked with, or
 else its room, or else nothing. One that takes long and whose law a cheaper test shows in small is `slow` besides: it runs
-where `-m` says `slow`. Laws are tried on a few drawn examples, the same in each run; `--hypothesis-profile thorough` draws
-many.
+where `-m` says `slow`. A long one that is not slow begins `first`: if it began last, one worker would wait for it. Laws are
+tried on a few drawn examples, the same in each run; `--hypothesis-profile thorough` draws many.
 """
 
 import gc
@@ -82,6 +82,7 @@ def pytest_collection_modifyitems(config, items):
     if "slow" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
 def pytest_collection_finish():

@@ -109,6 +109,7 @@ def test_the_readme_is_short_and_keeps_its_two_commands():
 
 
 @pytest.mark.devices
+@pytest.mark.first
 @pytest.mark.filterwarnings("ignore::autoshard.AutoshardWarning")
 def test_all_snippets_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -30,10 +30,12 @@ from autoshard.cost_model.xla.gpu_targets import budget_bytes, compute_capabilit
 ENVIRONMENT = MappingProxyType(
     {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false "
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     }
 )
-"""Environment variables that must be set before JAX is imported."""
+"""Environment variables that must be set before JAX is imported. LLVM optimises no kernel: kernels never run, and XLA has
+decided all fusions, buffers and collectives before."""
 
 MEMORY_SHARE = 0.8
 """Share of the device's memory that XLA's scheduler plans with. Source: measured;

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 NUM_PROCESSES = 2
 
 
+@pytest.mark.first
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_processes_train_as_one_and_end_together(tmp_path):
     processes = launched(tmp_path)

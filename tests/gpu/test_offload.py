@@ -11,8 +11,6 @@ from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
 from tests.search.adamw import adamw_chain
 
-from .compiled import HURRY
-
 NUM_LAYERS, WIDTH = 12, 1024
 """So many layers that an activation more or less, which the scheduler decides, is a small share of a peak."""
 STATE_BYTES = NUM_LAYERS * WIDTH * WIDTH * 4
@@ -26,7 +24,7 @@ def verified(offload, num_devices=8, cap_bytes=80 << 30, clip=False, num_layers=
     cluster = parse_cluster(f"{num_devices}xH100-80GB")
     options = Options(cap_bytes, (num_devices,), remat="never", offload=offload, microbatches=1)
     found = find(step, cluster, options)
-    return CompilerVerifier(cluster, Compiler(flags=HURRY), lambda line: None).verified(found, full=True)
+    return CompilerVerifier(cluster, Compiler(), lambda line: None).verified(found, full=True)
 
 
 def copied(proof):

@@ -16,8 +16,6 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
 
-from .compiled import HURRY
-
 SHARE = 0.12
 """By how much a peak may be off. Source: the spread of `benchmarks.truth`; without the rules these are off by far more."""
 
@@ -107,5 +105,5 @@ def test_the_predicted_peak_is_what_the_compiler_makes_room_for(name):
     step, *args = STEPS[name]
     cluster = parse_cluster("1xH100-80GB")
     found = find(trace(step, *args), cluster, Options(cluster.device_memory_limit(), (1,)))
-    proof = CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(found)
+    proof = CompilerVerifier(cluster, Compiler(), progress=lambda line: None).verified(found)
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)

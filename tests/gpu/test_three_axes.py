@@ -23,8 +23,6 @@ from tests.search.adamw import adamw_chain
 from tests.search.chain import chain
 from tests.zoo import Case, make_moe
 
-from .compiled import HURRY
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -69,7 +67,7 @@ def proven(name: str, cap_bytes: int | None = None) -> Verification:
     cluster = parse_cluster(asked.cluster)
     options = Options(cap_bytes or cluster.device_memory_limit(), asked.mesh)
     found = find(trace(*asked.make()), cluster, options)
-    return CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(found)
+    return CompilerVerifier(cluster, Compiler(), progress=lambda line: None).verified(found)
 
 
 @pytest.mark.parametrize("name", ["chain", "AdamW", pytest.param("experts", marks=pytest.mark.slow)])

@@ -63,20 +63,14 @@ def train_step(state, x):
     return {"layers": optax.apply_updates(state["layers"], updates), "moments": moments}, loss
 
 
-def state(width: int):
-    draws = np.random.default_rng(0)
-    layers = [
-        {name: draws.standard_normal((width, width), "float32") / width for name in ("up", "down")}
-        for _ in range(NUM_LAYERS)
-    ]
-    return {"layers": layers, "moments": OPTIMIZER.init(layers)}
+def abstract_state(width: int):
+    layers = [dict.fromkeys(("up", "down"), jax.ShapeDtypeStruct((width, width), "float32"))] * NUM_LAYERS
+    return {"layers": layers, "moments": jax.eval_shape(OPTIMIZER.init, layers)}
 
 
 @functools.cache
 def stack(width: int = WIDTH, batch: int = BATCH) -> Step:
-    return trace(
-        train_step, jax.eval_shape(lambda: state(width)), jax.ShapeDtypeStruct((batch, width), "float32")
-    )
+    return trace(train_step, abstract_state(width), jax.ShapeDtypeStruct((batch, width), "float32"))
 
 
 @functools.cache
@@ -177,7 +171,7 @@ def test_two_layers_for_each_that_stands_for_others_have_all_nodes_of_the_whole_
 
 def test_only_layers_decided_as_none_next_to_them_are_paired():
     """Of a GPT, the first layer that stands for others recomputes, and the next one reads what that makes."""
-    case = zoo.MAKERS["gpt_linen"](num_layers=NUM_LAYERS)
+    case = zoo.MAKERS["gpt_linen"](num_layers=shortening.MIN_BLOCKS)
     step = trace(case.step, *case.abstract_args())
     unmarked = [""] * len(step.arguments)
     short = shortening.shortened(step, unmarked)
@@ -281,7 +275,7 @@ def test_little_is_recomputed_where_little_is_missing():
     """A device holds 1,293 MiB where nothing is recomputed; each layer is recomputed for 32 MiB or more. Nobody puts the
     kernels into another order there."""
     in_order = parse_cluster("8xCPU")
-    again_s = [found(mib << 20, in_order).plan.estimates.recompute_s for mib in (1200, 1100, 1000, 900)]
+    again_s = [found(mib << 20, in_order).plan.estimates.recompute_s for mib in (1200, 1000, 900)]
     assert 0 < again_s[0] < again_s[-1] / 4
     assert again_s == sorted(again_s)
 
@@ -331,9 +325,11 @@ def test_a_run_gives_the_numbers_of_a_single_device():
     step = stack(width, batch)
     result = driver.find(step, parse_cluster("8xCPU"), Options(PLENTY_BYTES, (2, 4)))
     program = build(result.step, result.sharding, jax.devices())
-    x = np.random.default_rng(1).standard_normal((batch, width), "float32")
-    wanted_state, wanted_loss = jax.jit(train_step)(state(width), x)
-    placed = jax.tree.map(jax.device_put, (state(width), x), jax.tree.map(lambda s: s.sharding, program.args))
+    draws = np.random.default_rng(1)
+    start = jax.tree.map(lambda x: jnp.asarray(draws.random(x.shape) / width, x.dtype), abstract_state(width))
+    x = draws.standard_normal((batch, width), "float32")
+    wanted_state, wanted_loss = jax.jit(train_step)(start, x)
+    placed = jax.tree.map(jax.device_put, (start, x), jax.tree.map(lambda s: s.sharding, program.args))
     got_state, got_loss = program.fn(*placed)
     np.testing.assert_allclose(got_loss, wanted_loss, rtol=1e-5)
     for got, wanted in zip(jax.tree.leaves(got_state), jax.tree.leaves(wanted_state), strict=True):

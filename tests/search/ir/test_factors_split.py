@@ -4,11 +4,12 @@ Here every promise is kept by hand, with numpy and the primitive itself; nothing
 must adapt (shapes in parameters, indices relative to a piece) is adapted in the tables below, for tests only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 from jax import lax
 
 from autoshard.search.ir.factors.rule import Dims, Factor, Kind, Rule
-from tests.search.ir.test_factors_cases import CASES, Equation, capture, equation, floats
+from tests.search.ir.test_factors_cases import (
+    BINARY,
+    BITWISE,
+    CASES,
+    UNARY,
+    Equation,
+    capture,
+    equation,
+    floats,
+)
 
 pytestmark = pytest.mark.devices
 
@@ -43,6 +53,10 @@ NEUTRAL = {
     "scatter-min": np.inf,
 }
 """What the operand of a scatter is in all pieces of its updates but the first."""
+
+
+Call = tuple[tuple[np.ndarray, ...], dict[str, Any]]
+"""Operands and parameters for the primitive."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +89,9 @@ class Piece:
             {**self.offsets, factor: offset},
         )
 
-    def run(self) -> list[np.ndarray]:
+    def call(self) -> Call:
         adapt = ADAPT.get(self.eqn.primitive.name, lambda piece, params: (piece.operands, params))
-        operands, params = adapt(self, dict(self.eqn.params))
-        return [np.asarray(x) for x in self.eqn.run(operands, params)]
+        return adapt(self, dict(self.eqn.params))
 
     def result_shape(self, index: int = 0) -> tuple[int, ...]:
         return _shape(self.rule.results[index], self.rule.factors)
@@ -112,13 +125,33 @@ def _join(parts: list[np.ndarray], dims: Dims, factors: Any, factor: int) -> np.
     return joined.reshape([prod(whole.get(f, factors[f]).size for f in dim) for dim in dims])
 
 
-def split_and_combine(piece: Piece, splits: tuple[tuple[int, int], ...]) -> list[np.ndarray]:
-    """The results from the pieces of `splits`, (factor, pieces) each."""
+Splits = tuple[tuple[int, int], ...]
+"""Factors, and into how many pieces each is cut."""
+
+
+def pieces(piece: Piece, splits: Splits) -> Iterator[Piece]:
     if not splits:
-        return piece.run()
+        yield piece
+        return
+    (factor, num), *rest = splits
+    for part in piece.cut(factor, num):
+        yield from pieces(part, tuple(rest))
+
+
+def run(eqn: Equation, *calls: Call) -> list[list[np.ndarray]]:
+    """The results of each call, from one program: several take longer to compile."""
+    operands, params = zip(*calls, strict=True)
+    program = jax.jit(lambda operands: list(map(eqn.run, operands, params)))
+    return [[np.asarray(x) for x in results] for results in program(operands)]
+
+
+def combined(piece: Piece, splits: Splits, found: Iterator[list[np.ndarray]]) -> list[np.ndarray]:
+    """The results from those of the pieces of `splits`, in their order."""
+    if not splits:
+        return next(found)
     (factor, num), *rest = splits
     parts = piece.cut(factor, num)
-    runs = [split_and_combine(part, tuple(rest)) for part in parts]
+    runs = [combined(part, tuple(rest), found) for part in parts]
     whole_elsewhere = list(piece.rule.factors)
     whole_elsewhere[factor] = parts[0].rule.factors[factor]
     return [
@@ -224,12 +257,16 @@ def whole(eqn: Equation) -> Piece:
     return Piece(eqn, eqn.rule, tuple(np.asarray(x) for x in eqn.operands), {})
 
 
-def check(eqn: Equation, splits: tuple[tuple[int, int], ...]) -> None:
-    expected = [np.asarray(x) for x in eqn.run(eqn.operands, eqn.params)]
-    for got, want in zip(split_and_combine(whole(eqn), splits), expected, strict=True):
-        assert got.shape == want.shape
-        tolerance = {"rtol": 1e-4, "atol": 1e-5} if want.dtype.kind in "fc" else {"rtol": 0.0}
-        np.testing.assert_allclose(got, want, **tolerance)
+def check(eqn: Equation, *ways: Splits) -> None:
+    one = whole(eqn)
+    calls = (part.call() for splits in ways for part in pieces(one, splits))
+    expected, *parts = run(eqn, (one.operands, eqn.params), *calls)
+    found = iter(parts)
+    for splits in ways:
+        for got, want in zip(combined(one, splits, found), expected, strict=True):
+            assert got.shape == want.shape
+            tolerance = {"rtol": 1e-4, "atol": 1e-5} if want.dtype.kind in "fc" else {"rtol": 0.0}
+            np.testing.assert_allclose(got, want, err_msg=str(splits), **tolerance)
 
 
 def splittable(rule: Rule) -> list[tuple[int, int]]:
@@ -252,25 +289,20 @@ def provable(case: str) -> tuple[tuple[int, int], ...]:
     return tuple(split for split in splittable(equation(case).rule) if split[0] != COUNTED.get(case))
 
 
-SPECIAL = ("igamma", "igammac", "lgamma", "digamma", "polygamma", "zeta", "bessel_i0e", "bessel_i1e")
-"""Functions that take long to compile; that they are elementwise, JAX's type checker says, too."""
+ELEMENTWISE = {*UNARY, *BINARY, *BITWISE} - {"exp", "add", "and"}
+"""Functions of single elements, but for three: that they are, JAX's type checker says, too."""
 
 SPLIT = [
-    pytest.param(case, marks=[pytest.mark.slow] if case in SPECIAL else [])
+    pytest.param(case, marks=[pytest.mark.slow] if case in ELEMENTWISE else [])
     for case in CASES
     if case not in ARG_REDUCTIONS
 ]
 
 
 @pytest.mark.parametrize("case", SPLIT)
-def test_each_factor_split(case: str):
-    for split in provable(case):
-        check(equation(case), (split,))
-
-
-@pytest.mark.parametrize("case", SPLIT)
-def test_all_factors_split(case: str):
-    check(equation(case), provable(case))
+def test_each_factor_split_and_all_factors_split(case: str):
+    splits = provable(case)
+    check(equation(case), *((split,) for split in splits), splits)
 
 
 @pytest.mark.parametrize("case", ["argmax", "argmin"])
@@ -280,9 +312,8 @@ def test_arg_reductions_combine_by_value(case: str):
     (factor,) = [f for f, factor in enumerate(eqn.rule.factors) if factor.kind == Kind.REDUCE]
     x = np.moveaxis(np.asarray(eqn.operands[0]), axis, -1)
     size = x.shape[-1] // 2
-    places = np.stack(
-        [np.asarray(piece.run()[0]) + i * size for i, piece in enumerate(whole(eqn).cut(factor, 2))]
-    )
+    halves = run(eqn, *(piece.call() for piece in whole(eqn).cut(factor, 2)))
+    places = np.stack([found + i * size for i, (found,) in enumerate(halves)])
     values = np.take_along_axis(x, np.moveaxis(places, 0, -1), -1)
     winner = getattr(values, case)(-1)
     np.testing.assert_array_equal(

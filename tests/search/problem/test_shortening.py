@@ -31,7 +31,7 @@ DEEP = {
     "t5": {"num_layers": NUM_LAYERS},
     "vit": {"num_layers": NUM_LAYERS},
 }
-SLOW = {"gpt_linen", "gpt_nnx_optimizer", "mixer", "moe", "t5"}
+SLOW = {"gpt_linen", "gpt_nnx_optimizer", "mixer", "moe", "t5", "vit"}
 """Models that take long to trace, whose blocks are as those of others, of one stack and of two."""
 MODELS = [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in DEEP]
 CLUSTER = parse_cluster("8xH100-80GB")
@@ -89,8 +89,8 @@ def test_its_arguments_stand_for_their_like(model):
 
 
 def test_the_first_two_blocks_and_the_last_two_stand_for_themselves():
-    found = Counter(op.repeats for op in short("vit").graph.ops if op.name == "dot_general")
-    of_a_block = sum(op.name == "dot_general" for op in traced("vit").graph.ops) // NUM_LAYERS
+    found = Counter(op.repeats for op in short("llama").graph.ops if op.name == "dot_general")
+    of_a_block = sum(op.name == "dot_general" for op in traced("llama").graph.ops) // NUM_LAYERS
     assert found[(NUM_LAYERS - 4) // NUM_REPRESENTATIVES] >= of_a_block * NUM_REPRESENTATIVES
     assert found[1] >= 4 * of_a_block
 
@@ -186,11 +186,11 @@ def test_a_device_holds_as_much(model):
 
 
 def test_a_step_that_was_not_shortened_counts_as_it_did():
-    program = flatten(traced("vit"))
+    program = flatten(traced("llama"))
     assert {op.repeats for op in program.ops} == {1}
     assert not program.is_shortened
-    ops = short("vit").graph.ops
+    ops = short("llama").graph.ops
     again = replace(
-        short("vit"), graph=replace(short("vit").graph, ops=tuple(replace(op, likes=None) for op in ops))
+        short("llama"), graph=replace(short("llama").graph, ops=tuple(replace(op, likes=None) for op in ops))
     )
-    assert sum(op.count for op in flatten(again).ops) < sum(op.count for op in flatten(short("vit")).ops)
+    assert sum(op.count for op in flatten(again).ops) < sum(op.count for op in flatten(short("llama")).ops)
