@@ -16,7 +16,6 @@ from itertools import chain
 
 from autoshard.cost_model.compute import pass_s_per_byte
 from autoshard.cost_model.units import format_mesh
-from autoshard.search.handing_over import carried_over
 from autoshard.search.ir.graph import Site
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import UNKNOWN, Known, MeshProblem, StepProblem
@@ -24,6 +23,7 @@ from autoshard.search.recomputation import Candidate
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.trials import Trials, said_of
+from autoshard.search.warm_starts import for_rewritten_step
 
 ATTEMPT_SHARE = 0.4
 """Of the time left, what a step may take to be searched. Source: a choice of ours."""
@@ -161,5 +161,7 @@ class Attempts:
         gain_s = self.trials.gains_s[step_problem]
         known = UNKNOWN if gain_s else self.known(step_problem, candidate.shape)
         with suppress(NoFitError):
-            return replace(known, start=carried_over(candidate.free.on_mesh, candidate.free.labels, on_mesh))
+            return replace(
+                known, start=for_rewritten_step(candidate.free.on_mesh, candidate.free.labels, on_mesh)
+            )
         return known

@@ -18,7 +18,6 @@ from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh
 from autoshard.search.found import Found
 from autoshard.search.garbage import uncollected
-from autoshard.search.handing_over import handed_over, unseen_between_likes
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES
@@ -45,6 +44,7 @@ from autoshard.search.solver.pbqp import Labels
 from autoshard.search.step_search import StepSearch
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.search.trials import Trials
+from autoshard.search.warm_starts import for_whole_step, passed_between_layers
 
 ROOM = 0.1
 """Of the cap: where few layers leave so much, each standing for many, all are searched for what needs less to wait. Source:
@@ -117,7 +117,7 @@ class SearchResult:
         if self.short is None:
             return self
         try:
-            return self._handed_to(self.short.whole)
+            return self._for_step(self.short.whole)
         except NoFitError as e:
             raise PlanError(
                 "the decisions for one of several equal layers contradict each other in the others. Undo the last edit, or "
@@ -130,20 +130,20 @@ class SearchResult:
         Raises:
           NoFitError: it cannot, or does not.
         """
-        unseen = unseen_between_likes(self.on_mesh, self.chosen) if self.short else ()
-        if self.short is None or not unseen:
+        blocks = passed_between_layers(self.on_mesh, self.chosen) if self.short else ()
+        if self.short is None or not blocks:
             return
         limit_bytes = self.plan.memory_bytes
         try:
-            longer = self._handed_to(self.short.paired(unseen))
+            longer = self._for_step(self.short.paired(blocks))
         except CoarseError:  # it recomputes some of what one op stands for there
-            longer = self._handed_to(self.short.whole)
+            longer = self._for_step(self.short.whole)
         if longer.on_mesh.predicted(longer.chosen, limit_bytes).needed_bytes > limit_bytes:
             raise NoFitError(
                 "values that layers pass to one another take more than the memory limit", bound_s=self.bound_s
             )
 
-    def _handed_to(self, step: Step) -> "SearchResult":
+    def _for_step(self, step: Step) -> "SearchResult":
         """The same with the problem of a step for which that of the plan stands.
 
         Raises:
@@ -153,7 +153,7 @@ class SearchResult:
         cluster = resharder.mesh.cluster
         problem = _step_problem(step, self.plan, cluster, "the plan", self.problem)
         on_mesh = problem.on(cluster, self.on_mesh.shape, resharder)
-        chosen = handed_over(self.on_mesh, self.chosen, on_mesh)
+        chosen = for_whole_step(self.on_mesh, self.chosen, on_mesh)
         return replace(self, problem=problem, on_mesh=on_mesh, chosen=chosen, short=None)
 
 
@@ -247,7 +247,7 @@ def _on_all_layers(
     watch.lap("graph")
     on_mesh = problem.on(cluster, few.on_mesh.shape, few.on_mesh.memory.costed.resharder)
     watch.lap("strategies")
-    known = Known(handed_over(few.on_mesh, few.chosen, on_mesh))
+    known = Known(for_whole_step(few.on_mesh, few.chosen, on_mesh))
     limit_bytes, kept = options.memory_bytes, on_mesh.pinned(options.pins or {})
     solution, device = on_mesh.fitting(kept, limit_bytes, options.limit_s, known=known)
     watch.lap("solve")

@@ -20,13 +20,13 @@ from itertools import chain
 from autoshard.cost_model.meshes import finer_shapes
 from autoshard.cost_model.units import format_mesh
 from autoshard.search.found import Found
-from autoshard.search.handing_over import split_over
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
 from autoshard.search.options import named_axes
 from autoshard.search.recomputation import FreeSolution, without_cap
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.trials import FINER_GAP, Bounds, Plain, Trials
+from autoshard.search.warm_starts import for_finer_mesh
 
 COMMUNICATES = 0.025
 """Of a step, what communication must cost for meshes of three axes to be tried. Source: a choice of ours; what they save is
@@ -165,7 +165,7 @@ class FinerMeshes:
                     trials.progress(f"mesh {format_mesh(shape)}")
                     on_mesh = trials.put_on(best.step_problem, shape)
                     if best.on_mesh.shape in trials.shapes:
-                        known = replace(known, start=split_over(best.on_mesh, best.labels, on_mesh))
+                        known = replace(known, start=for_finer_mesh(best.on_mesh, best.labels, on_mesh))
                     bound_s, _ = trials.improve(
                         best.step_problem, on_mesh, deadline.left_s, known=known, worth=WORTH
                     )
@@ -253,7 +253,7 @@ class FinerMeshes:
         on_mesh = self.trials.put_on(plain.step_problem, shape)
         for one in coarser:
             if shape in finer_shapes(self.trials.cluster, one.on_mesh.shape):
-                return on_mesh, Known(split_over(one.on_mesh, one.labels, on_mesh), is_enough=False)
+                return on_mesh, Known(for_finer_mesh(one.on_mesh, one.labels, on_mesh), is_enough=False)
         return on_mesh, UNKNOWN
 
     @property

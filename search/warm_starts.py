@@ -19,7 +19,7 @@ from autoshard.search.problem.strategy_graph import Maker, Port, StrategyGraph
 from autoshard.search.solver.pbqp import Labels
 
 
-def handed_over(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Labels:
+def for_whole_step(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Labels:
     """The strategies of the whole step where those of the one that stands for it are chosen so.
 
     Raises:
@@ -35,7 +35,7 @@ def handed_over(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Label
     return whole.completed(kept)
 
 
-def carried_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
+def for_rewritten_step(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
     """The strategies of a step, for what it was rewritten to: ops that both have do alike, what is new what suits them best.
 
     Raises:
@@ -50,7 +50,7 @@ def carried_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Lab
     return after.suited([np.flatnonzero(mask) for mask in masks])
 
 
-def split_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
+def for_finer_mesh(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
     """The same strategies of the same step on a mesh that splits axes: both parts of an axis do what it did."""
     joined = _joined(before.shape, after.shape)
     found = list[int]()
@@ -96,7 +96,7 @@ def _specs(on_mesh: MeshProblem, chosen: Labels) -> Iterator[tuple[Hashable, np.
         yield what, specs[chosen[node]]
 
 
-def unlike_their_next(short: FoldedProgram) -> frozenset[int]:
+def unlike_neighbours(short: FoldedProgram) -> frozenset[int]:
     """The blocks that stand for others and are decided as none next to them that does: what one hands to its likes is not in
     the short step. The others hand to their likes what they hand to those next to them."""
     program, stacks = short.program, dict[int, dict[int, dict[Hashable, int]]]()
@@ -115,14 +115,14 @@ def unlike_their_next(short: FoldedProgram) -> frozenset[int]:
     return frozenset(found)
 
 
-def unseen_between_likes(short: MeshProblem, chosen: Labels) -> frozenset[int]:
+def passed_between_layers(short: MeshProblem, chosen: Labels) -> frozenset[int]:
     """Of blocks that are decided as none next to them, those that do not hand things on as they are handed them. What one
     of the others hands to its likes lies as what it gets from its neighbours in the short step, and hands to them."""
     entering, leaving = dict[int, dict[Hashable, Hashable]](), dict[int, dict[Hashable, Hashable]]()
     for maker, reader, where, how in _passed_on(short, chosen):
         leaving.setdefault(maker, {})[where] = how
         entering.setdefault(reader, {})[where] = how
-    unlike = unlike_their_next(short.memory.costed.graph.folded)
+    unlike = unlike_neighbours(short.memory.costed.graph.folded)
     return frozenset(b for b in unlike if entering.get(b) != leaving.get(b))
 
 
