@@ -162,6 +162,7 @@ class Attempts:
         known = UNKNOWN if gain_s else self.known(step_problem, candidate.shape)
         with suppress(NoFitError):
             return replace(
-                known, start=for_rewritten_step(candidate.free.on_mesh, candidate.free.labels, on_mesh)
+                known,
+                start=for_rewritten_step(candidate.uncapped.on_mesh, candidate.uncapped.labels, on_mesh),
             )
         return known

@@ -161,25 +161,30 @@ class _Decision:
         this choice would be slower."""
         limit_bytes = self.found.plan.memory_bytes
         cutoff_s = self.problem.cost_s(self._fitting.labels) if self._fitting else math.inf
-        free = self._without_cap(self._others, (1 - RELATIVE_GAP) * cutoff_s)
-        if free is None or self.on_mesh.predicted(free.labels, limit_bytes).needed_bytes <= limit_bytes:
+        uncapped = self._without_cap(self._others, (1 - RELATIVE_GAP) * cutoff_s)
+        if (
+            uncapped is None
+            or self.on_mesh.predicted(uncapped.labels, limit_bytes).needed_bytes <= limit_bytes
+        ):
             return None
         own = np.array([self.found.chosen[self.node]])
-        if self._fitting and self._without_cap(own, (1 + RELATIVE_GAP) * self.problem.cost_s(free.labels)):
+        if self._fitting and self._without_cap(
+            own, (1 + RELATIVE_GAP) * self.problem.cost_s(uncapped.labels)
+        ):
             return None
-        return self._alternative(free)
+        return self._alternative(uncapped)
 
     def _without_cap(self, labels: np.ndarray, cutoff_s: float) -> _Solved | None:
         """The best plan with one of the node's labels that is faster than the cutoff."""
         if not len(labels):
             return None
         try:
-            free = self.on_mesh.solve(
+            uncapped = self.on_mesh.solve(
                 self._with(labels), NO_CAP, LIMIT_S, cutoff_s, relative_gap=RELATIVE_GAP / 2
             )
         except NoFitError:
             return None
-        return _Solved(free.labels, free.bound_s)
+        return _Solved(uncapped.labels, uncapped.bound_s)
 
     @cached_property
     def _fitting(self) -> _Solved | None:

@@ -23,7 +23,7 @@ from autoshard.search.found import Found
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
 from autoshard.search.options import named_axes
-from autoshard.search.recomputation import FreeSolution, without_cap
+from autoshard.search.recomputation import UncappedSolution, without_cap
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.trials import FINER_GAP, Bounds, Plain, Trials
 from autoshard.search.warm_starts import for_finer_mesh
@@ -79,24 +79,24 @@ class FinerMeshes:
         self.floors_s: dict[tuple[int, ...], float] = {}
         self.cramped: list[MeshProblem] = []
 
-    def free(self, plain: Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
+    def uncapped(self, plain: Plain, uncapped: Sequence[UncappedSolution]) -> list[UncappedSolution]:
         """The best strategies without a cap, the fastest first, with those on meshes of three axes that do not fit.
 
         Args:
           plain: the step as it is, tried on all other meshes.
-          free: its best strategies without a cap there, where these do not fit.
+          uncapped: its best strategies without a cap there, where these do not fit.
         """
         trials = self.trials
-        fastest, before = next(iter(free), None), trials.best
-        if before and not free and before.step_problem is plain.step_problem:
-            fastest = FreeSolution(before.on_mesh, before.labels, before.cost_s)
+        fastest, before = next(iter(uncapped), None), trials.best
+        if before and not uncapped and before.step_problem is plain.step_problem:
+            fastest = UncappedSolution(before.on_mesh, before.labels, before.cost_s)
         if fastest is None:
             return []
         one_axis = (trials.cluster.num_devices,)
         is_unknown = self._is_open and plain.floors_s[one_axis] > ONE_AXIS_COSTS * fastest.cost_s
         if before is None and not is_unknown and trials.options.remat != "never":
-            return [*free]  # what fits recomputes, and is tried on them in the end
-        coarser, found = (fastest, *plain.free, *plain.found), [*free]
+            return [*uncapped]  # what fits recomputes, and is tried on them in the end
+        coarser, found = (fastest, *plain.uncapped, *plain.found), [*uncapped]
         promising = self._most_promising(plain, coarser) if is_unknown else self._splits(plain, coarser)
         deadline = self._deadline(1.0 if is_unknown else fastest.communication_share)
         for i, (on_mesh, known) in enumerate(promising):
@@ -115,10 +115,10 @@ class FinerMeshes:
         self,
         on_mesh: MeshProblem,
         step_problem: StepProblem,
-        found: Sequence[FreeSolution],
+        found: Sequence[UncappedSolution],
         deadline: Deadline,
         known: Known,
-    ) -> list[FreeSolution]:
+    ) -> list[UncappedSolution]:
         """Looks for strategies without a cap on a mesh that are better than those found; those that do not fit."""
         trials = self.trials
         cutoff_s = (1 - WORTH) * min(trials.cutoff_s, *(one.cost_s for one in found))
@@ -130,12 +130,12 @@ class FinerMeshes:
         trials.watch.lap("solve")
         return too_large
 
-    def _fits(self, step_problem: StepProblem, free: FreeSolution) -> bool:
+    def _fits(self, step_problem: StepProblem, uncapped: UncappedSolution) -> bool:
         """Whether strategies that were found without a cap fit; they may be the best plan then."""
         limit_bytes = self.trials.options.memory_bytes
-        if free.on_mesh.memory.peak(free.labels).num_bytes > limit_bytes:
+        if uncapped.on_mesh.memory.peak(uncapped.labels).num_bytes > limit_bytes:
             return False
-        found = Found(step_problem, free.on_mesh, free.labels, limit_bytes)
+        found = Found(step_problem, uncapped.on_mesh, uncapped.labels, limit_bytes)
         if found.fits:
             self.trials.takes(found)
         return found.fits
@@ -220,7 +220,7 @@ class FinerMeshes:
         return Deadline.after(min(max(share * FINER_SHARE * spent_s, LEAST_FINER_S), left_s), trials.clock)
 
     def _splits(
-        self, plain: Plain, coarser: Sequence[FreeSolution | Found]
+        self, plain: Plain, coarser: Sequence[UncappedSolution | Found]
     ) -> list[tuple[MeshProblem, Known]]:
         """Meshes that split that of the first strategies, or one beside it, and how to begin there."""
         others = [one.shape for one in plain.on_meshes]
@@ -228,7 +228,7 @@ class FinerMeshes:
         return [self._begun(plain, shape, coarser) for shape in shapes]
 
     def _most_promising(
-        self, plain: Plain, coarser: Sequence[FreeSolution | Found]
+        self, plain: Plain, coarser: Sequence[UncappedSolution | Found]
     ) -> list[tuple[MeshProblem, Known]]:
         """The same and those of all others of three axes that promise most, the most promising first; of those that there
         is time to ask."""
@@ -247,7 +247,7 @@ class FinerMeshes:
         return [one for one in in_order if one[0].shape in splits or one in others]
 
     def _begun(
-        self, plain: Plain, shape: tuple[int, ...], coarser: Sequence[FreeSolution | Found]
+        self, plain: Plain, shape: tuple[int, ...], coarser: Sequence[UncappedSolution | Found]
     ) -> tuple[MeshProblem, Known]:
         """The step as it is on a mesh, and the first strategies that are of one of which this splits an axis."""
         on_mesh = self.trials.put_on(plain.step_problem, shape)

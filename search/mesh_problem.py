@@ -46,7 +46,7 @@ from autoshard.search.tightening import BLIND, MAX_ROWS, Round, tightened
 RELATIVE_GAP = 5e-3
 """Plans within this of the optimum are taken for optimal: the cost model is not finer."""
 
-FREE_GAP = 2.5e-3
+UNCAPPED_GAP = 2.5e-3
 """The same of strategies without a cap: what keeps to a cap is compared with them, and they are found soon."""
 
 NUM_STEPS = 30_000
@@ -465,7 +465,7 @@ class MeshProblem:
         time_limit_s: float,
         cutoff_s: float = np.inf,
         rows: Sequence[MemoryConstraint] = (),
-        relative_gap: float = FREE_GAP,
+        relative_gap: float = UNCAPPED_GAP,
         known: Known = UNKNOWN,
     ) -> branch_and_bound.Solution:
         """The cheapest of the kept strategies that fit, in the original numbering.

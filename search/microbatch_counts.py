@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.search.problem.live_ranges import Resident
-from autoshard.search.recomputation import FreeSolution
+from autoshard.search.recomputation import UncappedSolution
 
 OF_A_BATCH = frozenset({Resident.RESIDUALS, Resident.TEMPORARIES})
 """What is less, the fewer examples there are."""
@@ -32,9 +32,11 @@ class MicrobatchCounts:
     enough: float
 
     @classmethod
-    def of(cls, free: FreeSolution, limit_bytes: float, most_saved_bytes: float) -> "MicrobatchCounts":
+    def of(
+        cls, uncapped: UncappedSolution, limit_bytes: float, most_saved_bytes: float
+    ) -> "MicrobatchCounts":
         """For the fastest strategies without a cap, and what may be kept no longer of the whole batch."""
-        peak = free.on_mesh.predicted(free.labels, math.inf).least
+        peak = uncapped.on_mesh.predicted(uncapped.labels, math.inf).least
         held_bytes = sum(num_bytes for resident, num_bytes in peak.residents if resident in OF_A_BATCH)
         room_bytes = limit_bytes - (peak.num_bytes - held_bytes)
         if room_bytes <= 0:

@@ -31,9 +31,9 @@ from autoshard.search.memory.fetches import WINDOW
 from autoshard.search.memory.residuals import residuals
 from autoshard.search.memory.trade_offs import Choice, trade_offs
 from autoshard.search.mesh_problem import (
-    FREE_GAP,
     NO_CAP,
     RELATIVE_GAP,
+    UNCAPPED_GAP,
     UNKNOWN,
     Known,
     MeshProblem,
@@ -91,7 +91,7 @@ LEAST_WAITING_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FreeSolution:
+class UncappedSolution:
     """The best strategies of the plain step on a mesh, without a cap, or where it makes no difference."""
 
     on_mesh: MeshProblem
@@ -110,7 +110,7 @@ class Candidate:
     """Something to recompute.
 
     Attributes:
-      free: the strategies by which it was estimated.
+      uncapped: the strategies by which it was estimated.
       sites: what to recompute.
       cost_s: an estimate of computation and communication; infinite where even so nothing seemed to fit.
       more_s: of that, what is computed again.
@@ -118,7 +118,7 @@ class Candidate:
       waiting: ops whose results wait in the host's memory.
     """
 
-    free: FreeSolution
+    uncapped: UncappedSolution
     sites: frozenset[Site]
     cost_s: float
     more_s: float
@@ -128,7 +128,7 @@ class Candidate:
     @property
     def shape(self) -> tuple[int, ...]:
         """The mesh that it was estimated on."""
-        return self.free.on_mesh.shape
+        return self.uncapped.on_mesh.shape
 
     @property
     def margin(self) -> float:
@@ -142,19 +142,19 @@ def without_cap(
     cutoff_s: float,
     deadline: Deadline,
     known: Known = UNKNOWN,
-) -> tuple[list[FreeSolution], dict[tuple[int, ...], float]]:
+) -> tuple[list[UncappedSolution], dict[tuple[int, ...], float]]:
     """The best strategies on each mesh where they are faster than the cutoff, fastest first, and a bound for every mesh."""
-    found: list[FreeSolution] = []
+    found: list[UncappedSolution] = []
     bounds_s: dict[tuple[int, ...], float] = {}
     for i, on_mesh in enumerate(tried):
         share_s = deadline.left_s / (len(tried) - i)
         try:
             solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, share_s, cutoff_s, known=known)
-            found.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
+            found.append(UncappedSolution(on_mesh, solution.labels, solution.cost_s))
             bounds_s[on_mesh.shape] = solution.bound_s
         except NoFitError as e:
             bounds_s[on_mesh.shape] = e.bound_s
-    return sorted(found, key=lambda free: free.cost_s), bounds_s
+    return sorted(found, key=lambda uncapped: uncapped.cost_s), bounds_s
 
 
 def in_order(found: Iterable[Candidate]) -> list[Candidate]:
@@ -175,33 +175,35 @@ class Estimates:
     def __init__(
         self,
         step_problem: StepProblem,
-        free: FreeSolution,
+        uncapped: UncappedSolution,
         pins: Mapping[str, Any],
         limit_bytes: int,
         deadline: Deadline,
     ) -> None:
-        self.on_mesh, self.deadline, self.limit_bytes = free.on_mesh, deadline, limit_bytes
+        self.on_mesh, self.deadline, self.limit_bytes = uncapped.on_mesh, deadline, limit_bytes
         self.kept, self.cutoff_s = self.on_mesh.pinned(pins), math.inf
-        self.free = self._light(free)
-        in_order = self.on_mesh.memory.peak(self.free.labels)
-        of_kernels = self.on_mesh.predicted(self.free.labels, limit_bytes).least
+        self.uncapped = self._light(uncapped)
+        in_order = self.on_mesh.memory.peak(self.uncapped.labels)
+        of_kernels = self.on_mesh.predicted(self.uncapped.labels, limit_bytes).least
         self.in_order_bytes = in_order.num_bytes
         kernels_hold = max(1.0, of_kernels.num_bytes / max(in_order.num_bytes, 1.0))
         self.room_bytes = limit_bytes / kernels_hold
         self.missing_bytes = self.in_order_bytes - self.room_bytes
-        self.parts = residuals(self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.free.labels)
+        self.parts = residuals(
+            self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.uncapped.labels
+        )
         self.on_mesh.clock.spend(OP_S * len(step_problem.graph.folded.program.ops))
         self.all_bytes = sum(part.all_bytes for part in self.parts)
         self.plain_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
         self.too_little_bytes = -math.inf
 
-    def _light(self, free: FreeSolution) -> FreeSolution:
+    def _light(self, uncapped: UncappedSolution) -> UncappedSolution:
         """The same, or where it does not fit strategies that hold less."""
-        if self.on_mesh.memory.peak(free.labels).num_bytes <= self.limit_bytes:
-            return free
-        labels = self.on_mesh.lightened(self.kept, free.labels, self.deadline)
-        return FreeSolution(self.on_mesh, labels, self.on_mesh.problem.cost_s(labels))
+        if self.on_mesh.memory.peak(uncapped.labels).num_bytes <= self.limit_bytes:
+            return uncapped
+        labels = self.on_mesh.lightened(self.kept, uncapped.labels, self.deadline)
+        return UncappedSolution(self.on_mesh, labels, self.on_mesh.problem.cost_s(labels))
 
     @cached_property
     def _choices(self) -> list[Choice]:
@@ -212,7 +214,7 @@ class Estimates:
         """What saves enough where all is sharded as without a cap, and is computed again in less time than such sharding is
         certified to."""
         for choice in self._just_enough():
-            if choice.seconds - self.plain_s > FREE_GAP * self.free.cost_s:
+            if choice.seconds - self.plain_s > UNCAPPED_GAP * self.uncapped.cost_s:
                 return
             yield from self._estimated(choice)
 
@@ -287,7 +289,7 @@ class Estimates:
             more_s = choice.seconds - self.plain_s
             cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
             self.cutoff_s = min(self.cutoff_s, cost_s)
-            yield Candidate(self.free, choice.sites, cost_s, more_s, saved_bytes)
+            yield Candidate(self.uncapped, choice.sites, cost_s, more_s, saved_bytes)
 
     def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
         """The same with as much of what is kept on the host as is too much for the device."""
@@ -301,13 +303,15 @@ class Estimates:
                 waiting.add(site)
                 moved_bytes += num_bytes
         link = self.on_mesh.memory.costed.resharder.mesh.cluster.host_link
-        hidden_s = HIDING_SHARE * self.free.cost_s
+        hidden_s = HIDING_SHARE * self.uncapped.cost_s
         copied_s = 2 * float(link.copy_s(moved_bytes))
         visible_s = max(VISIBLE_SHARE * copied_s, copied_s - hidden_s)
-        cost_s = self.free.cost_s + recompute_s + visible_s
+        cost_s = self.uncapped.cost_s + recompute_s + visible_s
         again = frozenset[Site]().union(*(part.made_again(sites, frozenset(waiting)) for part in self.parts))
         fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
-        yield Candidate(self.free, again, fits_s, recompute_s, saved_bytes + moved_bytes, frozenset(waiting))
+        yield Candidate(
+            self.uncapped, again, fits_s, recompute_s, saved_bytes + moved_bytes, frozenset(waiting)
+        )
 
     def _worth_waiting(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
         """What may wait of what is kept, with its bytes: first what nothing is computed from on the fly, of that what is
@@ -325,9 +329,9 @@ class Estimates:
         larger cap or nearly so large a one, or where it takes too long even without one."""
         cap_bytes = int(self.room_bytes + saved_bytes)
         if self.in_order_bytes <= cap_bytes:
-            return self.free.cost_s
+            return self.uncapped.cost_s
         is_too_little = cap_bytes <= self.too_little_bytes + NEARLY * self.limit_bytes
-        if is_too_little or self.free.cost_s >= (1 - ESTIMATE_GAP) * cutoff_s:
+        if is_too_little or self.uncapped.cost_s >= (1 - ESTIMATE_GAP) * cutoff_s:
             return np.inf
         try:
             left_s = ESTIMATE_SHARE * self.deadline.left_s

@@ -39,7 +39,7 @@ from autoshard.search.recomputation import (
     MAX_MESHES,
     Candidate,
     Estimates,
-    FreeSolution,
+    UncappedSolution,
     in_order,
     without_cap,
 )
@@ -73,7 +73,7 @@ class StepSearch:
       shapes: the meshes that are tried, and those of three axes of which something is proven.
       floors_s: by mesh, a lower bound on all plans.
       savings: what may be recomputed of the step as it is.
-      free: the fastest strategies without a cap, where they are faster than those under the cap.
+      uncapped: the fastest strategies without a cap, where they are faster than those under the cap.
       working_bytes: besides its arguments, what the step holds at least on any mesh, undivided.
       split_s: by their number, a lower bound on plans in microbatches that were tried, without a cap.
       tried: what was done to the step in vain, besides recomputing, for a message.
@@ -90,7 +90,7 @@ class StepSearch:
         self.progress, self.clock, self.watch = trials.progress, trials.clock, trials.watch
         self.floors_s: Bounds = {}
         self.savings: tuple[Candidate, ...] = ()
-        self.free: FreeSolution | None = None
+        self.uncapped: UncappedSolution | None = None
         self.working_bytes = 0.0
         self.split_s: dict[int, float] = {}
         self.tried = ""
@@ -171,21 +171,24 @@ class StepSearch:
         is_first, step_problem = not self.floors_s, plain.step_problem
         if is_first:
             self.floors_s = plain.floors_s
-        free = [one for one in plain.free if one.cost_s < self.trials.least_s]
+        uncapped = [one for one in plain.uncapped if one.cost_s < self.trials.least_s]
         if is_first:
-            self.free = next(iter(free), None)
+            self.uncapped = next(iter(uncapped), None)
         deadline = Deadline.after(time_limit_s, self.clock)
         if is_hopeless := self._is_hopeless(plain.on_meshes):
             self.trials.under_cap(step_problem, plain.put_off, deadline)  # which proves it
         elif is_first:
-            free, deadline = self.finer.free(plain, free), Deadline.after(time_limit_s, self.clock)
+            uncapped, deadline = (
+                self.finer.uncapped(plain, uncapped),
+                Deadline.after(time_limit_s, self.clock),
+            )
         if self.options.remat == "never" and not self._may_wait:
             self.trials.under_cap(step_problem, plain.put_off, deadline)
             return lambda: step_problem
         if is_hopeless:
             return partial(self._most_frugal, step_problem, plain.on_meshes)
         found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
-        built = self._attempts(step_problem, deadline).make(self._offered(plain, free, found, deadline))
+        built = self._attempts(step_problem, deadline).make(self._offered(plain, uncapped, found, deadline))
         most = max(found, key=lambda candidate: candidate.saved_bytes, default=None)
         if self.best is None and most and most not in built:
             self._attempts(step_problem, Deadline.after(LEAST_ATTEMPT_S, self.clock)).make([most])
@@ -198,7 +201,7 @@ class StepSearch:
         return partial(self.trials.recomputing, step_problem, most.sites, most.waiting)
 
     def _offered(
-        self, plain: Plain, free: Sequence[FreeSolution], found: list[Candidate], deadline: Deadline
+        self, plain: Plain, uncapped: Sequence[UncappedSolution], found: list[Candidate], deadline: Deadline
     ) -> Iterator[Candidate]:
         """What may be recomputed or wait on the host, the most promising first; it is added to what was found.
 
@@ -210,7 +213,7 @@ class StepSearch:
         limit_bytes, before = self.options.memory_bytes, step_problem.rewritten.before
 
         @cache
-        def estimates(one: FreeSolution) -> Estimates:
+        def estimates(one: UncappedSolution) -> Estimates:
             return Estimates(step_problem, one, self.pins, limit_bytes, deadline)
 
         def offer(more: Iterable[Candidate]) -> Iterator[Candidate]:
@@ -221,16 +224,16 @@ class StepSearch:
                 self.watch.lap("recompute")
                 yield found[-1]
 
-        if free and may_recompute:
-            yield from offer(estimates(free[0]).next_to_nothing())
-        fastest = [one for one in plain.put_off if free and one is free[0].on_mesh]
+        if uncapped and may_recompute:
+            yield from offer(estimates(uncapped[0]).next_to_nothing())
+        fastest = [one for one in plain.put_off if uncapped and one is uncapped[0].on_mesh]
         self.trials.under_cap(step_problem, fastest, deadline.share(FIRST_SHARE))
-        free = [one for one in free if one.cost_s < self.trials.least_s]
-        free += self._unhindered(plain, free)
+        uncapped = [one for one in uncapped if one.cost_s < self.trials.least_s]
+        uncapped += self._unhindered(plain, uncapped)
         may_gain, left = has_loops(step_problem.step), list[Candidate]()
         num_before = len(found)  # what these promised was tried
         others = self._hardly_slower(plain, found) if may_gain else ()
-        for one in islice(chain(free, others), MAX_MESHES):
+        for one in islice(chain(uncapped, others), MAX_MESHES):
             best_s = min((self.cutoff_s, *(c.cost_s for c in found[num_before:])))
             least_s = one.cost_s + self._least_again_s(one, found[num_before:])
             if may_gain or self.best is None or least_s < (1 - RELATIVE_GAP) * best_s:
@@ -240,11 +243,11 @@ class StepSearch:
                 del left[:1]
         yield from left
 
-    def _least_again_s(self, free: FreeSolution, found: Sequence[Candidate]) -> float:
+    def _least_again_s(self, uncapped: UncappedSolution, found: Sequence[Candidate]) -> float:
         """What it takes to hold so much less that strategies fit, at the least, by what was found on another mesh."""
-        missing_bytes = free.on_mesh.memory.peak(free.labels).num_bytes - self.options.memory_bytes
+        missing_bytes = uncapped.on_mesh.memory.peak(uncapped.labels).num_bytes - self.options.memory_bytes
         enough = (c for c in found if c.saved_bytes >= missing_bytes)
-        return min((c.cost_s - c.free.cost_s if c.waiting else c.more_s for c in enough), default=0.0)
+        return min((c.cost_s - c.uncapped.cost_s if c.waiting else c.more_s for c in enough), default=0.0)
 
     def _is_hopeless(self, on_meshes: Sequence[MeshProblem]) -> bool:
         """Whether nothing can fit, whatever is recomputed or waits on the host."""
@@ -257,29 +260,29 @@ class StepSearch:
     def _most_frugal(self, plain: StepProblem, on_meshes: Sequence[MeshProblem]) -> StepProblem:
         """The step that holds least, where nothing fits."""
         deadline = Deadline.after(LEAST_ATTEMPT_S, self.clock)
-        free, _ = without_cap([min(on_meshes, key=self._floor_bytes)], self.pins, math.inf, deadline)
+        uncapped, _ = without_cap([min(on_meshes, key=self._floor_bytes)], self.pins, math.inf, deadline)
         limit_bytes = self.options.memory_bytes
-        estimates = (Estimates(plain, one, self.pins, limit_bytes, deadline) for one in free)
+        estimates = (Estimates(plain, one, self.pins, limit_bytes, deadline) for one in uncapped)
         found = [candidate for each in estimates for candidate in each.candidates()]
         if not found or self.options.remat == "never":
             return plain
         most = max(found, key=lambda candidate: candidate.saved_bytes)
         return self.trials.recomputing(plain, plain.rewritten.before(most.sites), frozenset())
 
-    def _unhindered(self, plain: Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
+    def _unhindered(self, plain: Plain, uncapped: Sequence[UncappedSolution]) -> list[UncappedSolution]:
         """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best first."""
         if not has_loops(plain.step_problem.step):
             return []
-        known, found = {one.on_mesh.shape for one in free}, list(plain.found)
+        known, found = {one.on_mesh.shape for one in uncapped}, list(plain.found)
         if self.best and self.best.step_problem is plain.step_problem:
             found.append(self.best)  # on a mesh of three axes, perhaps
         fastest = {one.on_mesh.shape: one for one in found if one.on_mesh.shape not in known}
         return [
-            FreeSolution(one.on_mesh, one.labels, one.on_mesh.problem.cost_s(one.labels))
+            UncappedSolution(one.on_mesh, one.labels, one.on_mesh.problem.cost_s(one.labels))
             for one in sorted(fastest.values(), key=lambda one: one.cost_s)
         ]
 
-    def _hardly_slower(self, plain: Plain, found: Sequence[Candidate]) -> Iterator[FreeSolution]:
+    def _hardly_slower(self, plain: Plain, found: Sequence[Candidate]) -> Iterator[UncappedSolution]:
         """Good strategies of a step with loops on the mesh that promises most besides the best plan's, where that has been
         promised to be faster for recomputing: elsewhere more of that may be so."""
         best, cutoff_s = self.best, (1 + RELATIVE_GAP) * self.cutoff_s
@@ -338,11 +341,11 @@ class StepSearch:
         and computing that makes it as slow as the best plan."""
         moved_bytes = self.host_arguments.least_bytes(hosted)
         missing_bytes = held_bytes - moved_bytes - (1 + ROUNDING) * self.options.memory_bytes
-        if self.free is None or missing_bytes <= 0:
+        if self.uncapped is None or missing_bytes <= 0:
             return False
         copied_s = 2 * float(self.cluster.host_link.copy_s(moved_bytes))
         again_s = min((c.more_s for c in self.savings if c.saved_bytes >= missing_bytes), default=0.0)
-        return self.free.cost_s + copied_s + again_s >= self.cutoff_s
+        return self.uncapped.cost_s + copied_s + again_s >= self.cutoff_s
 
     def _in_microbatches(self) -> Least | None:
         """Looks for better plans in microbatches; where none fits, the step that holds least of all those considered.
@@ -392,9 +395,9 @@ class StepSearch:
 
     def _is_vain_in(self, count: int) -> bool:
         """Whether a step in so many microbatches would be as slow as the best plan, by those that were tried."""
-        if self.free is None or self.best is None:
+        if self.uncapped is None or self.best is None:
             return False
-        return least_s(count, self.free.cost_s, self.split_s) >= self.cutoff_s
+        return least_s(count, self.uncapped.cost_s, self.split_s) >= self.cutoff_s
 
     def _most_useful(self, counts: Sequence[int]) -> int:
         """The largest number of microbatches that leaves every device an example."""
@@ -431,14 +434,14 @@ class StepSearch:
         time to look for it; where there is no plan, there is."""
         if self.best is not None and self.trials.deadline.is_over:
             return False
-        return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.cost_s
+        return self.uncapped is not None and self.cutoff_s > (1 + WORTH) * self.uncapped.cost_s
 
     @property
     def _needed_counts(self) -> MicrobatchCounts:
         """How many microbatches the step needs, where its fastest strategies do not fit as it is."""
-        assert self.free is not None, "a step is split where it is faster without a cap"
+        assert self.uncapped is not None, "a step is split where it is faster without a cap"
         most_saved_bytes = max((c.saved_bytes for c in self.savings), default=0.0)
-        return MicrobatchCounts.of(self.free, self.options.memory_bytes, most_saved_bytes)
+        return MicrobatchCounts.of(self.uncapped, self.options.memory_bytes, most_saved_bytes)
 
     def _forbidden_s(self, first: Plain) -> float | None:
         """Seconds per step of a plan that recomputes, where that is forbidden and would fit."""

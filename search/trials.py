@@ -26,13 +26,13 @@ from autoshard.search.mesh_problem import (
 )
 from autoshard.search.options import Options, Progress, candidate_shapes
 from autoshard.search.problem.reshard import Resharder
-from autoshard.search.recomputation import MAX_MESHES, FreeSolution
+from autoshard.search.recomputation import MAX_MESHES, UncappedSolution
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, SearchClock
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.search.tried import Tried
 
-FREE_SHARE = 0.1
+UNCAPPED_SHARE = 0.1
 """Of the time left, what a mesh may take without a cap. Source: a choice of ours; most take less, and what takes longer may
 be easier under the cap."""
 
@@ -62,7 +62,7 @@ class Plain:
     Attributes:
       step_problem: of the step.
       on_meshes: on each mesh.
-      free: the fastest strategies without a cap where the cap makes a difference, the fastest first.
+      uncapped: the fastest strategies without a cap where the cap makes a difference, the fastest first.
       put_off: the meshes of these that were not tried under the cap, the most promising first.
       found: the plans that were each better than the one before.
       floors_s: on its plans without a cap, by mesh.
@@ -70,7 +70,7 @@ class Plain:
 
     step_problem: StepProblem
     on_meshes: tuple[MeshProblem, ...]
-    free: tuple[FreeSolution, ...]
+    uncapped: tuple[UncappedSolution, ...]
     put_off: tuple[MeshProblem, ...]
     found: tuple[Found, ...]
     floors_s: Bounds
@@ -167,9 +167,9 @@ class Trials:
     ) -> Plain:
         """The same, mesh by mesh; what holds so little is taken to fit."""
         deadline = Deadline.after(time_limit_s, self.clock)
-        free, floors_s = self._without_cap(on_meshes, step_problem, deadline)
-        found, cramped, tried = list[Found](), list[FreeSolution](), set[MeshProblem]()
-        for one in free:
+        uncapped, floors_s = self._without_cap(on_meshes, step_problem, deadline)
+        found, cramped, tried = list[Found](), list[UncappedSolution](), set[MeshProblem]()
+        for one in uncapped:
             is_cramped, before = not self._is_within(one), self.best
             if not is_cramped and one.cost_s < self._cutoff_on(one.on_mesh):
                 tried.add(one.on_mesh)
@@ -183,30 +183,30 @@ class Trials:
 
     def _without_cap(
         self, on_meshes: Sequence[MeshProblem], step_problem: StepProblem, deadline: Deadline
-    ) -> tuple[list[FreeSolution], Bounds]:
+    ) -> tuple[list[UncappedSolution], Bounds]:
         """Good strategies on each mesh without a cap, the fastest first, and a bound for every mesh; none where they are
         slower than the best plan, than others that keep to the cap, or than the fastest on `MAX_MESHES` others."""
-        free: list[FreeSolution] = []
+        uncapped: list[UncappedSolution] = []
         floors_s: dict[tuple[int, ...], float] = {}
         within_s, said = math.inf, said_of(step_problem.traced)
         for i, on_mesh in enumerate(self._most_promising_first(on_meshes)):
-            shape, fastest = on_mesh.shape, sorted(one.cost_s for one in free)
+            shape, fastest = on_mesh.shape, sorted(one.cost_s for one in uncapped)
             self.progress(f"{said}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
             cutoff_s = min(self._cutoff_on(on_mesh), within_s, *fastest[MAX_MESHES - 1 :])
             try:
-                kept, share_s = on_mesh.pinned(self.pins), FREE_SHARE * deadline.left_s
+                kept, share_s = on_mesh.pinned(self.pins), UNCAPPED_SHARE * deadline.left_s
                 solution = on_mesh.solve(kept, NO_CAP, share_s, cutoff_s)
-                free.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
+                uncapped.append(UncappedSolution(on_mesh, solution.labels, solution.cost_s))
                 floors_s[shape] = solution.bound_s
-                within_s = min(within_s, solution.cost_s) if self._is_within(free[-1]) else within_s
+                within_s = min(within_s, solution.cost_s) if self._is_within(uncapped[-1]) else within_s
             except NoFitError as e:
                 floors_s[shape] = e.bound_s
             self._prove(step_problem, shape, floors_s[shape])
-        return sorted(free, key=lambda one: one.cost_s), floors_s
+        return sorted(uncapped, key=lambda one: one.cost_s), floors_s
 
-    def _is_within(self, free: FreeSolution) -> bool:
+    def _is_within(self, uncapped: UncappedSolution) -> bool:
         """Whether strategies keep to the cap in program order."""
-        return free.on_mesh.memory.peak(free.labels).num_bytes <= self.options.memory_bytes
+        return uncapped.on_mesh.memory.peak(uncapped.labels).num_bytes <= self.options.memory_bytes
 
     def _most_promising_first(self, on_meshes: Sequence[MeshProblem]) -> list[MeshProblem]:
         """What is found first makes short work of what promises less; of those that promise alike the simplest is first."""

@@ -15,7 +15,7 @@ from autoshard.search.finer_meshes import FINER_GAP, MAX_FINER, FinerMeshes
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import UNKNOWN, Known
 from autoshard.search.options import Options
-from autoshard.search.recomputation import FreeSolution
+from autoshard.search.recomputation import UncappedSolution
 from autoshard.search.solver.clock import NEVER, Deadline, WorkClock
 from tests.search.chain import chain
 from tests.zoo import make_dlrm, make_lstm, make_vit
@@ -206,7 +206,7 @@ def test_fewer_examples_than_devices_are_fastest_on_a_mesh_that_does_not_split_t
 )
 def test_meshes_of_three_axes_that_are_open_get_what_time_is_left(monkeypatch, first_bounds_s, again):
     shapes, calls = ((2, 4, 8), (8, 2, 4)), []
-    fastest = FreeSolution(SimpleNamespace(shape=(8, 8)), (), 1.0)
+    fastest = UncappedSolution(SimpleNamespace(shape=(8, 8)), (), 1.0)
     trials = SimpleNamespace(
         best=None,
         cutoff_s=2.0,
@@ -223,13 +223,13 @@ def test_meshes_of_three_axes_that_are_open_get_what_time_is_left(monkeypatch, f
         calls.append(index)
         return []
 
-    monkeypatch.setattr(FreeSolution, "communication_share", 0.5)
+    monkeypatch.setattr(UncappedSolution, "communication_share", 0.5)
     promising = [(SimpleNamespace(shape=shape), UNKNOWN) for shape in shapes]
     monkeypatch.setattr(finer, "_splits", lambda plain, coarser: promising)
     monkeypatch.setattr(finer, "_deadline", lambda share: NEVER)
     monkeypatch.setattr(finer, "_too_large_on", look)
-    plain = SimpleNamespace(step_problem="a step", free=(), found=(), floors_s={(64,): 1.0})
-    assert finer.free(plain, [fastest]) == [fastest]
+    plain = SimpleNamespace(step_problem="a step", uncapped=(), found=(), floors_s={(64,): 1.0})
+    assert finer.uncapped(plain, [fastest]) == [fastest]
     assert calls == [0, 1, *again]
 
 
@@ -253,5 +253,5 @@ def test_meshes_are_asked_what_they_promise_while_there_is_time(monkeypatch, lef
     monkeypatch.setattr(finer, "_deadline", lambda share: Deadline.after(left_s, clock))
     monkeypatch.setattr(finer, "_begun", begun)
     plain = mock.Mock(on_meshes=[mock.Mock(shape=shape) for shape in ((2, 32), (8, 8))])
-    coarser = [FreeSolution(mock.Mock(shape=(8, 8)), (), 1.0)]
+    coarser = [UncappedSolution(mock.Mock(shape=(8, 8)), (), 1.0)]
     assert [on_mesh.shape for on_mesh, _ in finer._most_promising(plain, coarser)] == tried

@@ -26,7 +26,7 @@ from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
 from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.shortening import shortened
-from autoshard.search.recomputation import Candidate, Estimates, FreeSolution
+from autoshard.search.recomputation import Candidate, Estimates, UncappedSolution
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, WorkClock
 from autoshard.search.step_search import FIRST_SHARE, StepSearch
@@ -240,10 +240,10 @@ def test_what_misses_by_little_does_not_keep_the_rest_from_being_tried():
     cluster = parse_cluster("64xA100-80GB-Ethernet")
     case = make_gpt_linen(num_layers=8, hidden=1024, heads=16, vocab=32000, seq=512, batch=4 * 64)
     step = trace(case.step, *case.abstract_args())
-    free = driver.find(step, cluster, Options(cluster.device_memory_limit())).plan.estimates
-    tight = driver.find(step, cluster, Options(int(0.8 * free.peak_bytes))).plan.estimates
-    assert tight.peak_bytes <= 0.8 * free.peak_bytes
-    assert tight.step_s < 1.02 * free.step_s
+    uncapped = driver.find(step, cluster, Options(cluster.device_memory_limit())).plan.estimates
+    tight = driver.find(step, cluster, Options(int(0.8 * uncapped.peak_bytes))).plan.estimates
+    assert tight.peak_bytes <= 0.8 * uncapped.peak_bytes
+    assert tight.step_s < 1.02 * uncapped.step_s
 
 
 def test_the_fastest_mesh_is_held_to_the_cap_first_and_the_others_last(monkeypatch):
@@ -283,8 +283,10 @@ def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
     def promising(estimates, *args):
         step_problem = StepProblem.of(traced(True), [""] * len(traced(True).arguments), CLUSTER.device)
         on_meshes = [step_problem.on(CLUSTER, shape) for shape in ((8,), (2, 4))]
-        free = [FreeSolution(one, one.solve(one.pinned({}), NO_CAP, 10.0).labels, 0.0) for one in on_meshes]
-        return [Candidate(one, sites, cost_s=0.0, more_s=0.0, saved_bytes=1.0) for one in free]
+        uncapped = [
+            UncappedSolution(one, one.solve(one.pinned({}), NO_CAP, 10.0).labels, 0.0) for one in on_meshes
+        ]
+        return [Candidate(one, sites, cost_s=0.0, more_s=0.0, saved_bytes=1.0) for one in uncapped]
 
     def fitting(on_mesh, *args, **more):
         if tried and tried[-1].startswith("recomputing"):
@@ -302,9 +304,9 @@ def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
 def test_other_meshes_are_estimated_where_the_fastest_one_does_not_do(monkeypatch, is_missing, estimated):
     shapes, begin, fits = [], Estimates.__init__, MeshProblem.fitting
 
-    def recorded(estimates, step_problem, free, *args):
-        shapes.append(free.on_mesh.shape)
-        begin(estimates, step_problem, free, *args)
+    def recorded(estimates, step_problem, uncapped, *args):
+        shapes.append(uncapped.on_mesh.shape)
+        begin(estimates, step_problem, uncapped, *args)
 
     def fitting(on_mesh, *args, **more):
         if is_missing and on_mesh.shape == (2, 4):
@@ -367,7 +369,7 @@ def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomput
     step_problem = StepProblem.of(traced(False), (), CLUSTER.device)
     on_mesh = step_problem.on(CLUSTER, (8,))
     solution = on_mesh.solve(on_mesh.pinned({}), NO_CAP, 10.0)
-    free = FreeSolution(on_mesh, solution.labels, solution.cost_s)
+    uncapped = UncappedSolution(on_mesh, solution.labels, solution.cost_s)
     in_order_bytes = on_mesh.memory.peak(solution.labels).num_bytes
     predicted = MeshProblem.predicted
     saved = []
@@ -379,8 +381,8 @@ def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomput
 
         monkeypatch.setattr(MeshProblem, "predicted", more)
         limit_bytes, deadline = int(0.99 * in_order_bytes), Deadline.after(10.0, on_mesh.clock)
-        found = Estimates(step_problem, free, {}, limit_bytes, deadline).candidates()
-        again = [c for c in found if c.cost_s <= free.cost_s + c.more_s + 1e-12]
+        found = Estimates(step_problem, uncapped, {}, limit_bytes, deadline).candidates()
+        again = [c for c in found if c.cost_s <= uncapped.cost_s + c.more_s + 1e-12]
         saved.append(min(c.saved_bytes for c in again))
     missing = [in_order_bytes - 0.99 * in_order_bytes / times for times in (1.0, 1.25)]
     assert all(s >= m for s, m in zip(saved, missing, strict=True))
@@ -404,7 +406,7 @@ def test_copies_to_the_host_are_never_expected_to_hide_altogether(monkeypatch):
     assert waiting
     for one in waiting:
         copied_s = 2 * near.host_link.copy_s(one.saved_bytes - saved_bytes[one.more_s])
-        assert one.cost_s - one.free.cost_s - one.more_s >= 0.2 * copied_s > 0
+        assert one.cost_s - one.uncapped.cost_s - one.more_s >= 0.2 * copied_s > 0
 
 
 def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
@@ -446,8 +448,8 @@ def built_of(monkeypatch, saved_bytes, left_s, improve):
     clock, built = WorkClock(), list[float]()
     trials = Trials(traced(False), ["", "", ""], CLUSTER, Options(100, (8,)), lambda line: None, clock)
     plain = trials.made_ready(traced(False))
-    free = FreeSolution(trials.put_on(plain, (8,)), (), 1.0)
-    offered = [Candidate(free, frozenset({(n,)}), 1.0, 0.0, saved) for n, saved in enumerate(saved_bytes)]
+    uncapped = UncappedSolution(trials.put_on(plain, (8,)), (), 1.0)
+    offered = [Candidate(uncapped, frozenset({(n,)}), 1.0, 0.0, saved) for n, saved in enumerate(saved_bytes)]
     by_sites = {one.sites: one.saved_bytes for one in offered}
 
     def recomputing(trials, plain, sites, waiting):
@@ -506,12 +508,14 @@ def test_another_mesh_is_not_estimated_where_it_would_be_too_slow_with_what_it_m
     )
     held = mock.Mock()
     held.pinned.return_value, held.memory.peak.return_value = (), mock.Mock(num_bytes=150.0)
-    free = FreeSolution(held, (), 1.0)
-    found = [Candidate(free, frozenset(), 1.3, more_s, saved) for more_s, saved in ((0.2, 60.0), (0.1, 40.0))]
-    assert search._least_again_s(free, found) == 0.2
-    waiting = Candidate(free, frozenset(), 1.05, 0.0, 60.0, frozenset({(0,)}))
-    assert search._least_again_s(free, [*found, waiting]) == pytest.approx(0.05)
-    assert search._least_again_s(free, found[1:]) == 0.0
+    uncapped = UncappedSolution(held, (), 1.0)
+    found = [
+        Candidate(uncapped, frozenset(), 1.3, more_s, saved) for more_s, saved in ((0.2, 60.0), (0.1, 40.0))
+    ]
+    assert search._least_again_s(uncapped, found) == 0.2
+    waiting = Candidate(uncapped, frozenset(), 1.05, 0.0, 60.0, frozenset({(0,)}))
+    assert search._least_again_s(uncapped, [*found, waiting]) == pytest.approx(0.05)
+    assert search._least_again_s(uncapped, found[1:]) == 0.0
 
 
 @pytest.mark.parametrize(("promised_s", "tried"), [(0.99, [(2, 4)]), (1.0, [])])
@@ -529,10 +533,10 @@ def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monke
         asked.extend(on_mesh.shape for on_mesh in on_meshes)
         assert 1.0 < cutoff_s < 1.01
         assert known.bound_s == 0.95
-        return [FreeSolution(on_meshes[0], (), 1.001)], {}
+        return [UncappedSolution(on_meshes[0], (), 1.001)], {}
 
     monkeypatch.setattr(step_search, "without_cap", without_cap)
-    offered = Candidate(FreeSolution(on_meshes[0], (), 1.0), frozenset(), promised_s, 0.0, 1.0)
+    offered = Candidate(UncappedSolution(on_meshes[0], (), 1.0), frozenset(), promised_s, 0.0, 1.0)
     found = [one.on_mesh.shape for one in search._hardly_slower(plain, [offered])]
     assert found == asked == tried
 
