@@ -55,7 +55,7 @@ class Attempts:
 
     Attributes:
       trials: what is tried of the step.
-      plain: the step that does not.
+      baseline: the step that does not.
       known: what is known of a step's plans on a mesh.
       deadline: when they are over; where there is no plan, it may take as long again, with what saves more than all that was
         built.
@@ -70,11 +70,11 @@ class Attempts:
     def __init__(
         self,
         trials: Trials,
-        plain: StepProblem,
+        baseline: StepProblem,
         known: Callable[[StepProblem, tuple[int, ...]], Known],
         deadline: Deadline,
     ) -> None:
-        self.trials, self.plain, self.known, self.deadline = trials, plain, known, deadline
+        self.trials, self.baseline, self.known, self.deadline = trials, baseline, known, deadline
         self.last = Deadline(deadline.clock, deadline.end_s + deadline.left_s)
         self.built: list[Candidate] = []
         self.passed_over: list[Candidate] = []
@@ -96,7 +96,7 @@ class Attempts:
     def _is_over(self) -> bool:
         """Whether no more are built, whatever they promise."""
         has_plan = self.trials.best is not None
-        is_late = self.deadline.is_over and (has_plan or self.plain.traced.num_microbatches > 1)
+        is_late = self.deadline.is_over and (has_plan or self.baseline.traced.num_microbatches > 1)
         return is_late or (has_plan and self.num_futile == MAX_FUTILE)
 
     def _is_promising(self, candidate: Candidate) -> bool:
@@ -123,7 +123,7 @@ class Attempts:
         expected_s = candidate.cost_s
         if not candidate.waiting:
             expected_s += self.amiss_s.get(candidate.shape, 0.0)
-        if has_loops(self.plain.traced):  # at most by what stacking takes may it be too high
+        if has_loops(self.baseline.traced):  # at most by what stacking takes may it be too high
             stacking_s = STACKING_PASSES * pass_s_per_byte(self.trials.cluster.device) * candidate.saved_bytes
             expected_s -= min(LOOPS_MARGIN * self.trials.cutoff_s, stacking_s)
         return expected_s
@@ -133,9 +133,9 @@ class Attempts:
         trials, before = self.trials, self.trials.best
         waits = f"{len(candidate.waiting)} residuals on the host, " if candidate.waiting else ""
         recomputes = f"recomputing {len(candidate.sites)} ops on mesh {format_mesh(candidate.shape)}"
-        trials.progress(f"{said_of(self.plain.traced)}{waits}{recomputes}")
+        trials.progress(f"{said_of(self.baseline.traced)}{waits}{recomputes}")
         self.built.append(candidate)
-        step_problem = trials.recomputing(self.plain, candidate.sites, candidate.waiting)
+        step_problem = trials.recomputing(self.baseline, candidate.sites, candidate.waiting)
         on_mesh = trials.put_on(step_problem, candidate.shape)
         gain_s = max(-candidate.more_s, trials.gains_s.get(step_problem, 0.0))
         trials.gains_s[step_problem] = gain_s

@@ -363,10 +363,10 @@ def _step_problem(
     marks = _marks(step, plan.options.get("pin", {}))
     split = _in_microbatches(step, plan, place)
     sites = waiting = frozenset[Site]()
-    plain = folded_like(flatten(split), like.plain) if like else None
+    program = folded_like(flatten(split), like.traced_program) if like else None
     if said := plan.decisions.retention:
-        plain = plain or fold(flatten(split), marks)
-        sites, waiting = RetentionCodec(plain).read(said, place)
+        program = program or fold(flatten(split), marks)
+        sites, waiting = RetentionCodec(program).read(said, place)
     on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
@@ -384,7 +384,7 @@ def _step_problem(
         on_host,
         waiting,
         decided,
-        known=plain,
+        known=program,
         clock=WorkClock(),
         like=like.graph.folded if like else None,
     )
@@ -415,7 +415,7 @@ def _finished(
 ) -> SearchResult:
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
     sites, waiting = step_problem.sites, step_problem.waiting
-    retention = RetentionCodec(step_problem.plain).said(sites, waiting) if sites or waiting else {}
+    retention = RetentionCodec(step_problem.traced_program).said(sites, waiting) if sites or waiting else {}
     split = step_problem.traced
     decisions = found.on_mesh.codec.decisions(found.labels)
     arguments = {argument.name: decisions.arguments[argument.name] for argument in step.arguments}

@@ -202,7 +202,7 @@ class MemoryPrices:
 
     @cached_property
     def _sites(self) -> Mapping[str, tuple[Site, ...]]:
-        return RetentionCodec(self.found.problem.plain).sites
+        return RetentionCodec(self.found.problem.traced_program).sites
 
     @cached_property
     def _residuals(self) -> tuple[Residuals, ...]:
@@ -212,7 +212,11 @@ class MemoryPrices:
         if problem.sites or problem.hosted or problem.waiting:
             resharder = on_mesh.memory.costed.resharder
             problem = StepProblem.of(
-                problem.traced, problem.marks, self._cluster.device, known=problem.plain, clock=problem.clock
+                problem.traced,
+                problem.marks,
+                self._cluster.device,
+                known=problem.traced_program,
+                clock=problem.clock,
             )
             on_mesh = problem.on(self._cluster, on_mesh.shape, resharder)
             labels = on_mesh.solve(on_mesh.pinned(pinned(self.found.plan)), NO_CAP, LIMIT_S).labels

@@ -25,7 +25,7 @@ from autoshard.search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProb
 from autoshard.search.options import named_axes
 from autoshard.search.recomputation import UncappedSolution, without_cap
 from autoshard.search.solver.clock import Deadline
-from autoshard.search.trials import FINER_GAP, Bounds, Plain, Trials
+from autoshard.search.trials import FINER_GAP, Baseline, Bounds, Trials
 from autoshard.search.warm_starts import for_finer_mesh
 
 COMMUNICATES = 0.025
@@ -79,36 +79,36 @@ class FinerMeshes:
         self.floors_s: dict[tuple[int, ...], float] = {}
         self.cramped: list[MeshProblem] = []
 
-    def uncapped(self, plain: Plain, uncapped: Sequence[UncappedSolution]) -> list[UncappedSolution]:
+    def uncapped(self, baseline: Baseline, uncapped: Sequence[UncappedSolution]) -> list[UncappedSolution]:
         """The best strategies without a cap, the fastest first, with those on meshes of three axes that do not fit.
 
         Args:
-          plain: the step as it is, tried on all other meshes.
+          baseline: the step as it is, tried on all other meshes.
           uncapped: its best strategies without a cap there, where these do not fit.
         """
         trials = self.trials
         fastest, before = next(iter(uncapped), None), trials.best
-        if before and not uncapped and before.step_problem is plain.step_problem:
+        if before and not uncapped and before.step_problem is baseline.step_problem:
             fastest = UncappedSolution(before.on_mesh, before.labels, before.cost_s)
         if fastest is None:
             return []
         one_axis = (trials.cluster.num_devices,)
-        is_unknown = self._is_open and plain.floors_s[one_axis] > ONE_AXIS_COSTS * fastest.cost_s
+        is_unknown = self._is_open and baseline.floors_s[one_axis] > ONE_AXIS_COSTS * fastest.cost_s
         if before is None and not is_unknown and trials.options.remat != "never":
             return [*uncapped]  # what fits recomputes, and is tried on them in the end
-        coarser, found = (fastest, *plain.uncapped, *plain.found), [*uncapped]
-        promising = self._most_promising(plain, coarser) if is_unknown else self._splits(plain, coarser)
+        coarser, found = (fastest, *baseline.uncapped, *baseline.found), [*uncapped]
+        promising = self._most_promising(baseline, coarser) if is_unknown else self._splits(baseline, coarser)
         deadline = self._deadline(1.0 if is_unknown else fastest.communication_share)
         for i, (on_mesh, known) in enumerate(promising):
             trials.progress(f"mesh {format_mesh(on_mesh.shape)}")
             share = deadline.share(1 / (len(promising) - i))
-            found += self._too_large_on(on_mesh, plain.step_problem, (fastest, *found), share, known)
+            found += self._too_large_on(on_mesh, baseline.step_problem, (fastest, *found), share, known)
         for on_mesh, known in promising:  # in what time is left, where more is needed
             best_s = min(trials.cutoff_s, *(one.cost_s for one in (fastest, *found)))
             is_wide_open = self.floors_s[on_mesh.shape] < (1 - WIDE_OPEN) * best_s
             again = self._deadline(1.0) if is_wide_open else deadline
             if self.floors_s[on_mesh.shape] < (1 - RELATIVE_GAP) * best_s and not again.is_over:
-                found += self._too_large_on(on_mesh, plain.step_problem, (fastest, *found), again, known)
+                found += self._too_large_on(on_mesh, baseline.step_problem, (fastest, *found), again, known)
         return sorted(found, key=lambda one: one.cost_s)
 
     def _too_large_on(
@@ -141,26 +141,28 @@ class FinerMeshes:
         return found.fits
 
     def finish(
-        self, best: Found, plain: StepProblem, floors_s: Bounds
+        self, best: Found, baseline: StepProblem, floors_s: Bounds
     ) -> tuple[Found, tuple[tuple[int, ...], ...]]:
         """The best plan after all, and the meshes on which something is proven of it.
 
         Args:
           best: the best plan so far.
-          plain: the step as it is.
+          baseline: the step as it is.
           floors_s: by mesh of two axes, a lower bound on all plans.
         """
         trials, deadline = self.trials, self._deadline(best.communication_share)
         for on_mesh in self.cramped:
-            known = self.known(plain, on_mesh.shape, plain, floors_s)
+            known = self.known(baseline, on_mesh.shape, baseline, floors_s)
             if (1 - HELD_TO_CAP) * trials.cutoff_s > known.bound_s and not deadline.is_over:
-                trials.improve(plain, on_mesh, deadline.left_s, known=known)
-        if best.step_problem is not plain or not self.floors_s:
-            known = self.known(best.step_problem, best.on_mesh.shape, plain, floors_s)
+                trials.improve(baseline, on_mesh, deadline.left_s, known=known)
+        if best.step_problem is not baseline or not self.floors_s:
+            known = self.known(best.step_problem, best.on_mesh.shape, baseline, floors_s)
             self._improve_where_it_is(best, known, deadline)
             for shape in self._shapes_after_all(best):
-                known = self.known(best.step_problem, shape, plain, floors_s)
-                is_promising = known.bound_s < trials.least_s and self._may_gain(shape, best, plain, floors_s)
+                known = self.known(best.step_problem, shape, baseline, floors_s)
+                is_promising = known.bound_s < trials.least_s and self._may_gain(
+                    shape, best, baseline, floors_s
+                )
                 if is_promising and not deadline.is_over:
                     trials.progress(f"mesh {format_mesh(shape)}")
                     on_mesh = trials.put_on(best.step_problem, shape)
@@ -190,11 +192,11 @@ class FinerMeshes:
         asked = sorted(self.floors_s, key=self.floors_s.__getitem__)
         return tuple(shape for shape in asked if shape != best.on_mesh.shape)
 
-    def _may_gain(self, shape: tuple[int, ...], best: Found, plain: StepProblem, floors_s: Bounds) -> bool:
+    def _may_gain(self, shape: tuple[int, ...], best: Found, baseline: StepProblem, floors_s: Bounds) -> bool:
         """Whether the best plan's step may be faster on a mesh than where it is: one that only recomputes hardly is, where
         the plain one is not, without a cap, but where it is on three axes and is faster for recomputing."""
         gains = best.on_mesh.shape not in self.trials.shapes and self.trials.gains_s.get(best.step_problem)
-        if best.step_problem.traced is not plain.traced or gains:
+        if best.step_problem.traced is not baseline.traced or gains:
             return True
         known_s = {**floors_s, **self.floors_s}
         return known_s.get(shape, -math.inf) < (1 - RELATIVE_GAP) * known_s.get(best.on_mesh.shape, math.inf)
@@ -203,12 +205,12 @@ class FinerMeshes:
         self,
         step_problem: StepProblem,
         shape: tuple[int, ...],
-        plain: StepProblem,
+        baseline: StepProblem,
         floors_s: Mapping[tuple[int, ...], float],
     ) -> Known:
         """The bound on a step's plans on a mesh: that on the plain step's, less what recomputing is estimated to save;
         none of a step with loops, of which some may be much faster for that."""
-        known_s = {} if has_loops(plain.step) else {**floors_s, **self.floors_s}
+        known_s = {} if has_loops(baseline.step) else {**floors_s, **self.floors_s}
         return Known(bound_s=known_s.get(shape, -math.inf) - self.trials.gains_s.get(step_problem, 0.0))
 
     def _deadline(self, communicated: float) -> Deadline:
@@ -220,25 +222,25 @@ class FinerMeshes:
         return Deadline.after(min(max(share * FINER_SHARE * spent_s, LEAST_FINER_S), left_s), trials.clock)
 
     def _splits(
-        self, plain: Plain, coarser: Sequence[UncappedSolution | Found]
+        self, baseline: Baseline, coarser: Sequence[UncappedSolution | Found]
     ) -> list[tuple[MeshProblem, Known]]:
         """Meshes that split that of the first strategies, or one beside it, and how to begin there."""
-        others = [one.shape for one in plain.on_meshes]
+        others = [one.shape for one in baseline.on_meshes]
         shapes = self._split_shapes(coarser[0].on_mesh, coarser[0].communication_share, others)
-        return [self._begun(plain, shape, coarser) for shape in shapes]
+        return [self._begun(baseline, shape, coarser) for shape in shapes]
 
     def _most_promising(
-        self, plain: Plain, coarser: Sequence[UncappedSolution | Found]
+        self, baseline: Baseline, coarser: Sequence[UncappedSolution | Found]
     ) -> list[tuple[MeshProblem, Known]]:
         """The same and those of all others of three axes that promise most, the most promising first; of those that there
         is time to ask."""
         trials, promised_s = self.trials, dict[tuple[MeshProblem, Known], float]()
         deadline = self._deadline(1.0)
         fastest = coarser[0].on_mesh.shape
-        for shape in finer_shapes(trials.cluster, fastest, *(one.shape for one in plain.on_meshes)):
+        for shape in finer_shapes(trials.cluster, fastest, *(one.shape for one in baseline.on_meshes)):
             if deadline.is_over:
                 break
-            on_mesh, known = self._begun(plain, shape, coarser)
+            on_mesh, known = self._begun(baseline, shape, coarser)
             promised_s[on_mesh, known] = on_mesh.promised_s(on_mesh.pinned(trials.pins), known)
         trials.watch.lap("solve")
         in_order = sorted(promised_s, key=promised_s.__getitem__)
@@ -247,10 +249,10 @@ class FinerMeshes:
         return [one for one in in_order if one[0].shape in splits or one in others]
 
     def _begun(
-        self, plain: Plain, shape: tuple[int, ...], coarser: Sequence[UncappedSolution | Found]
+        self, baseline: Baseline, shape: tuple[int, ...], coarser: Sequence[UncappedSolution | Found]
     ) -> tuple[MeshProblem, Known]:
         """The step as it is on a mesh, and the first strategies that are of one of which this splits an axis."""
-        on_mesh = self.trials.put_on(plain.step_problem, shape)
+        on_mesh = self.trials.put_on(baseline.step_problem, shape)
         for one in coarser:
             if shape in finer_shapes(self.trials.cluster, one.on_mesh.shape):
                 return on_mesh, Known(for_finer_mesh(one.on_mesh, one.labels, on_mesh), is_enough=False)

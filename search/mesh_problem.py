@@ -227,7 +227,7 @@ class StepProblem:
         return Traffic(self.graph)
 
     @cached_property
-    def plain(self) -> FoldedProgram:
+    def traced_program(self) -> FoldedProgram:
         """The traced step, folded as it is."""
         if not (self.sites or self.hosted or self.waiting):
             return self.graph.folded

@@ -194,7 +194,7 @@ class Estimates:
         )
         self.on_mesh.clock.spend(OP_S * len(step_problem.graph.folded.program.ops))
         self.all_bytes = sum(part.all_bytes for part in self.parts)
-        self.plain_s = sum(part.seconds(frozenset()) for part in self.parts)
+        self.baseline_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
         self.too_little_bytes = -math.inf
 
@@ -214,7 +214,7 @@ class Estimates:
         """What saves enough where all is sharded as without a cap, and is computed again in less time than such sharding is
         certified to."""
         for choice in self._just_enough():
-            if choice.seconds - self.plain_s > UNCAPPED_GAP * self.uncapped.cost_s:
+            if choice.seconds - self.baseline_s > UNCAPPED_GAP * self.uncapped.cost_s:
                 return
             yield from self._estimated(choice)
 
@@ -286,7 +286,7 @@ class Estimates:
         if choice.sites not in self.seen:
             self.seen.add(choice.sites)
             saved_bytes = self._saved_bytes(choice)
-            more_s = choice.seconds - self.plain_s
+            more_s = choice.seconds - self.baseline_s
             cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
             self.cutoff_s = min(self.cutoff_s, cost_s)
             yield Candidate(self.uncapped, choice.sites, cost_s, more_s, saved_bytes)

@@ -44,7 +44,7 @@ from autoshard.search.recomputation import (
     without_cap,
 )
 from autoshard.search.solver.clock import Deadline
-from autoshard.search.trials import Bounds, Plain, Trials
+from autoshard.search.trials import Baseline, Bounds, Trials
 
 FIRST_SHARE = 0.2
 """Of the time for the step and all that recompute, what it may take to be held to the cap before these are tried. Source: a
@@ -114,7 +114,7 @@ class StepSearch:
           InfeasibleError: nothing fits the cap; says what would.
           InputError: the step cannot be split into the microbatches that are asked for.
         """
-        first = self.trials.plain(
+        first = self.trials.baseline(
             microbatched(self.step, self.options.microbatches or 1), self.options.limit_s
         )
         pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
@@ -153,55 +153,61 @@ class StepSearch:
             return own_s.get(shape, floor_s)
         return max(own_s.get(shape, -math.inf), floor_s)
 
-    def _elsewhere(self, best: Found, plain: StepProblem) -> None:
+    def _elsewhere(self, best: Found, baseline: StepProblem) -> None:
         """Looks for better plans of the best plan's step on the other meshes, where nothing is proven of all steps."""
         deadline = Deadline.after(self.options.limit_s / 2, self.clock)
         others = [shape for shape in self.trials.shapes if shape != best.on_mesh.shape]
         for shape in sorted(others, key=self.floors_s.__getitem__):
-            known = self.finer.known(best.step_problem, shape, plain, self.floors_s)
+            known = self.finer.known(best.step_problem, shape, baseline, self.floors_s)
             own_s = self.trials.proven_s(best.step_problem).get(shape, -math.inf)
             if max(known.bound_s, own_s) < self.trials.least_s and not deadline.is_over:
                 self.progress(f"the same on mesh {format_mesh(shape)}")
                 on_mesh = self.trials.put_on(best.step_problem, shape)
                 self.trials.improve(best.step_problem, on_mesh, deadline.left_s, known=known)
 
-    def _held_down(self, plain: Plain, time_limit_s: float) -> Least:
+    def _held_down(self, baseline: Baseline, time_limit_s: float) -> Least:
         """Looks for better plans where the fastest ones do not fit: of the step as it is, and of steps that recompute; the
         step that holds least of all those considered."""
-        is_first, step_problem = not self.floors_s, plain.step_problem
+        is_first, step_problem = not self.floors_s, baseline.step_problem
         if is_first:
-            self.floors_s = plain.floors_s
-        uncapped = [one for one in plain.uncapped if one.cost_s < self.trials.least_s]
+            self.floors_s = baseline.floors_s
+        uncapped = [one for one in baseline.uncapped if one.cost_s < self.trials.least_s]
         if is_first:
             self.uncapped = next(iter(uncapped), None)
         deadline = Deadline.after(time_limit_s, self.clock)
-        if is_hopeless := self._is_hopeless(plain.on_meshes):
-            self.trials.under_cap(step_problem, plain.put_off, deadline)  # which proves it
+        if is_hopeless := self._is_hopeless(baseline.on_meshes):
+            self.trials.under_cap(step_problem, baseline.put_off, deadline)  # which proves it
         elif is_first:
             uncapped, deadline = (
-                self.finer.uncapped(plain, uncapped),
+                self.finer.uncapped(baseline, uncapped),
                 Deadline.after(time_limit_s, self.clock),
             )
         if self.options.remat == "never" and not self._may_wait:
-            self.trials.under_cap(step_problem, plain.put_off, deadline)
+            self.trials.under_cap(step_problem, baseline.put_off, deadline)
             return lambda: step_problem
         if is_hopeless:
-            return partial(self._most_frugal, step_problem, plain.on_meshes)
+            return partial(self._most_frugal, step_problem, baseline.on_meshes)
         found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
-        built = self._attempts(step_problem, deadline).make(self._offered(plain, uncapped, found, deadline))
+        built = self._attempts(step_problem, deadline).make(
+            self._offered(baseline, uncapped, found, deadline)
+        )
         most = max(found, key=lambda candidate: candidate.saved_bytes, default=None)
         if self.best is None and most and most not in built:
             self._attempts(step_problem, Deadline.after(LEAST_ATTEMPT_S, self.clock)).make([most])
         self.watch.lap("recompute")
         if is_first:
             self.savings = tuple(c for c in found if not c.waiting)
-        self.trials.under_cap(step_problem, plain.put_off, deadline)
+        self.trials.under_cap(step_problem, baseline.put_off, deadline)
         if self.best is not None or not most:
             return lambda: step_problem
         return partial(self.trials.recomputing, step_problem, most.sites, most.waiting)
 
     def _offered(
-        self, plain: Plain, uncapped: Sequence[UncappedSolution], found: list[Candidate], deadline: Deadline
+        self,
+        baseline: Baseline,
+        uncapped: Sequence[UncappedSolution],
+        found: list[Candidate],
+        deadline: Deadline,
     ) -> Iterator[Candidate]:
         """What may be recomputed or wait on the host, the most promising first; it is added to what was found.
 
@@ -209,7 +215,7 @@ class StepSearch:
         Then these are looked for there. On other meshes estimates are made only when the best one on the fastest was tried,
         and only where they may be better than that and than what it led to.
         """
-        step_problem, may_recompute = plain.step_problem, self.options.remat != "never"
+        step_problem, may_recompute = baseline.step_problem, self.options.remat != "never"
         limit_bytes, before = self.options.memory_bytes, step_problem.rewritten.before
 
         @cache
@@ -226,13 +232,13 @@ class StepSearch:
 
         if uncapped and may_recompute:
             yield from offer(estimates(uncapped[0]).next_to_nothing())
-        fastest = [one for one in plain.put_off if uncapped and one is uncapped[0].on_mesh]
+        fastest = [one for one in baseline.put_off if uncapped and one is uncapped[0].on_mesh]
         self.trials.under_cap(step_problem, fastest, deadline.share(FIRST_SHARE))
         uncapped = [one for one in uncapped if one.cost_s < self.trials.least_s]
-        uncapped += self._unhindered(plain, uncapped)
+        uncapped += self._unhindered(baseline, uncapped)
         may_gain, left = has_loops(step_problem.step), list[Candidate]()
         num_before = len(found)  # what these promised was tried
-        others = self._hardly_slower(plain, found) if may_gain else ()
+        others = self._hardly_slower(baseline, found) if may_gain else ()
         for one in islice(chain(uncapped, others), MAX_MESHES):
             best_s = min((self.cutoff_s, *(c.cost_s for c in found[num_before:])))
             least_s = one.cost_s + self._least_again_s(one, found[num_before:])
@@ -257,24 +263,24 @@ class StepSearch:
     def _floor_bytes(self, on_mesh: MeshProblem) -> float:
         return floor_bytes(on_mesh.memory, on_mesh.pinned(self.pins))
 
-    def _most_frugal(self, plain: StepProblem, on_meshes: Sequence[MeshProblem]) -> StepProblem:
+    def _most_frugal(self, baseline: StepProblem, on_meshes: Sequence[MeshProblem]) -> StepProblem:
         """The step that holds least, where nothing fits."""
         deadline = Deadline.after(LEAST_ATTEMPT_S, self.clock)
         uncapped, _ = without_cap([min(on_meshes, key=self._floor_bytes)], self.pins, math.inf, deadline)
         limit_bytes = self.options.memory_bytes
-        estimates = (Estimates(plain, one, self.pins, limit_bytes, deadline) for one in uncapped)
+        estimates = (Estimates(baseline, one, self.pins, limit_bytes, deadline) for one in uncapped)
         found = [candidate for each in estimates for candidate in each.candidates()]
         if not found or self.options.remat == "never":
-            return plain
+            return baseline
         most = max(found, key=lambda candidate: candidate.saved_bytes)
-        return self.trials.recomputing(plain, plain.rewritten.before(most.sites), frozenset())
+        return self.trials.recomputing(baseline, baseline.rewritten.before(most.sites), frozenset())
 
-    def _unhindered(self, plain: Plain, uncapped: Sequence[UncappedSolution]) -> list[UncappedSolution]:
+    def _unhindered(self, baseline: Baseline, uncapped: Sequence[UncappedSolution]) -> list[UncappedSolution]:
         """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best first."""
-        if not has_loops(plain.step_problem.step):
+        if not has_loops(baseline.step_problem.step):
             return []
-        known, found = {one.on_mesh.shape for one in uncapped}, list(plain.found)
-        if self.best and self.best.step_problem is plain.step_problem:
+        known, found = {one.on_mesh.shape for one in uncapped}, list(baseline.found)
+        if self.best and self.best.step_problem is baseline.step_problem:
             found.append(self.best)  # on a mesh of three axes, perhaps
         fastest = {one.on_mesh.shape: one for one in found if one.on_mesh.shape not in known}
         return [
@@ -282,22 +288,22 @@ class StepSearch:
             for one in sorted(fastest.values(), key=lambda one: one.cost_s)
         ]
 
-    def _hardly_slower(self, plain: Plain, found: Sequence[Candidate]) -> Iterator[UncappedSolution]:
+    def _hardly_slower(self, baseline: Baseline, found: Sequence[Candidate]) -> Iterator[UncappedSolution]:
         """Good strategies of a step with loops on the mesh that promises most besides the best plan's, where that has been
         promised to be faster for recomputing: elsewhere more of that may be so."""
         best, cutoff_s = self.best, (1 + RELATIVE_GAP) * self.cutoff_s
         if best is None or not any(one.cost_s < self.cutoff_s for one in found):
             return
-        others = [one for one in plain.on_meshes if one.shape != best.on_mesh.shape]
-        for on_mesh in sorted(others, key=lambda one: plain.floors_s[one.shape])[:1]:
+        others = [one for one in baseline.on_meshes if one.shape != best.on_mesh.shape]
+        for on_mesh in sorted(others, key=lambda one: baseline.floors_s[one.shape])[:1]:
             share = Deadline.after(self.options.limit_s, self.clock).share(FIRST_SHARE)
-            known = Known(bound_s=plain.floors_s[on_mesh.shape])
+            known = Known(bound_s=baseline.floors_s[on_mesh.shape])
             yield from without_cap([on_mesh], self.pins, cutoff_s, share, known)[0]
 
-    def _attempts(self, plain: StepProblem, deadline: Deadline) -> Attempts:
+    def _attempts(self, baseline: StepProblem, deadline: Deadline) -> Attempts:
         """At steps that recompute, made of this one."""
-        known = partial(self.finer.known, plain=plain, floors_s=self.floors_s)
-        return Attempts(self.trials, plain, known, deadline)
+        known = partial(self.finer.known, baseline=baseline, floors_s=self.floors_s)
+        return Attempts(self.trials, baseline, known, deadline)
 
     @property
     def _may_wait(self) -> bool:
@@ -306,7 +312,7 @@ class StepSearch:
         is_asked = offload is None or (not isinstance(offload, str) and RESIDUALS in offload)
         return is_asked and self.cluster.host_bytes_per_node > 0
 
-    def _offloaded(self, first: Plain) -> Least | None:
+    def _offloaded(self, first: Baseline) -> Least | None:
         """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least
         of all those considered. What made no plan better is left alone; where there is no plan, an optimizer's state stays
         there for what is tried next, as it is of no use before the update."""
@@ -325,8 +331,8 @@ class StepSearch:
                 continue
             self.trials.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
-            plain = self.trials.plain(first.step_problem.traced, self.options.limit_s / 2)
-            least = self._held_down(plain, self.options.limit_s / 4)
+            baseline = self.trials.baseline(first.step_problem.traced, self.options.limit_s / 2)
+            least = self._held_down(baseline, self.options.limit_s / 4)
             if self.best is not before:
                 best_hosted = hosted
         self.trials.hosted = (
@@ -423,10 +429,10 @@ class StepSearch:
         except NotSplittableError as e:
             self.tried = f"It has no microbatches: {first_line(e)}."
             return None
-        plain = self.trials.plain(step, time_limit_s / 2)
-        self.split_s[count] = min(one.promised_s(one.pinned(self.pins)) for one in plain.on_meshes)
+        baseline = self.trials.baseline(step, time_limit_s / 2)
+        self.split_s[count] = min(one.promised_s(one.pinned(self.pins)) for one in baseline.on_meshes)
         self.tried = f"Up to {count} microbatches were tried too."
-        return self._held_down(plain, time_limit_s / 2)
+        return self._held_down(baseline, time_limit_s / 2)
 
     @property
     def _is_wanting(self) -> bool:
@@ -443,7 +449,7 @@ class StepSearch:
         most_saved_bytes = max((c.saved_bytes for c in self.savings), default=0.0)
         return MicrobatchCounts.of(self.uncapped, self.options.memory_bytes, most_saved_bytes)
 
-    def _forbidden_s(self, first: Plain) -> float | None:
+    def _forbidden_s(self, first: Baseline) -> float | None:
         """Seconds per step of a plan that recomputes, where that is forbidden and would fit."""
         if self.options.remat != "never":
             return None
@@ -453,7 +459,7 @@ class StepSearch:
         allowed._held_down(first, infeasible.TIME_LIMIT_S / 2)
         return allowed.best.cost_s if allowed.best else None
 
-    def _of_smallest_peak(self, first: Plain, least: StepProblem) -> Found:
+    def _of_smallest_peak(self, first: Baseline, least: StepProblem) -> Found:
         """The plan of the smallest peak, of the step as it is, of the one that holds least, or of all that was found, where
         that fits after all.
 

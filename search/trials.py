@@ -56,7 +56,7 @@ Bounds = Mapping[tuple[int, ...], float]
 
 
 @dataclass(frozen=True, eq=False)
-class Plain:
+class Baseline:
     """A step that recomputes nothing, tried on all meshes.
 
     Attributes:
@@ -145,18 +145,18 @@ class Trials:
         if self.nearest is None or found.peak.num_bytes < self.nearest.peak.num_bytes:
             self.nearest = found
 
-    def plain(self, step: Step, time_limit_s: float) -> Plain:
+    def baseline(self, step: Step, time_limit_s: float) -> Baseline:
         """Looks for better plans of a step that recomputes nothing, among those that are fastest without a cap."""
         step_problem = self.made_ready(step)
         on_meshes = tuple(self.put_on(step_problem, shape) for shape in self.shapes)
         before = self.best
         roomy_bytes = 0.0 if step_problem.has_transfers else ROOMY * self.options.memory_bytes
-        plain = self._over(on_meshes, step_problem, time_limit_s, roomy_bytes)
+        baseline = self._over(on_meshes, step_problem, time_limit_s, roomy_bytes)
         if self.best is not before and self.best and not self.best.fits:
             self.best = before
-            plain = self._over(on_meshes, step_problem, time_limit_s, 0.0)
+            baseline = self._over(on_meshes, step_problem, time_limit_s, 0.0)
         self.watch.lap("solve")
-        return plain
+        return baseline
 
     def _over(
         self,
@@ -164,7 +164,7 @@ class Trials:
         step_problem: StepProblem,
         time_limit_s: float,
         roomy_bytes: float,
-    ) -> Plain:
+    ) -> Baseline:
         """The same, mesh by mesh; what holds so little is taken to fit."""
         deadline = Deadline.after(time_limit_s, self.clock)
         uncapped, floors_s = self._without_cap(on_meshes, step_problem, deadline)
@@ -179,7 +179,7 @@ class Trials:
             found += [self.best] if self.best and self.best is not before else []
         left = [one for one in on_meshes if one not in tried]
         put_off = tuple(sorted(left, key=lambda one: floors_s[one.shape]))
-        return Plain(step_problem, on_meshes, tuple(cramped), put_off, tuple(found), floors_s)
+        return Baseline(step_problem, on_meshes, tuple(cramped), put_off, tuple(found), floors_s)
 
     def _without_cap(
         self, on_meshes: Sequence[MeshProblem], step_problem: StepProblem, deadline: Deadline
@@ -240,17 +240,17 @@ class Trials:
         self.watch.lap("graph")
         return step_problem
 
-    def recomputing(self, plain: StepProblem, sites: Sites, waiting: Sites) -> StepProblem:
+    def recomputing(self, baseline: StepProblem, sites: Sites, waiting: Sites) -> StepProblem:
         """The same with something recomputed, and something waiting on the host; made once while it is in use."""
-        key = plain, sites, waiting
+        key = baseline, sites, waiting
         step_problem = self._rewritten.get(key) or StepProblem.of(
-            plain.traced,
+            baseline.traced,
             self.marks,
             self.cluster.device,
             sites,
-            plain.hosted,
+            baseline.hosted,
             waiting,
-            known=plain.plain,
+            known=baseline.traced_program,
             clock=self.clock,
         )
         self._rewritten[key] = step_problem

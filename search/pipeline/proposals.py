@@ -167,7 +167,7 @@ class Parts:
             problem.marks,
             self.cluster.device,
             sites,
-            known=problem.plain,
+            known=problem.traced_program,
             clock=problem.clock,
             as_run=as_tasks,
         )

@@ -101,7 +101,7 @@ def _result(step_problem: StepProblem, on_mesh: MeshProblem, chosen: Sequence[in
     """Strategies as the search would have handed them out."""
     plan = Plan(
         step=step_problem.step.name,
-        fingerprint=fingerprint(step_problem.plain.program.step),
+        fingerprint=fingerprint(step_problem.traced_program.program.step),
         jax=jax.__version__,
         cluster=cluster(on_mesh.shape).to_json(),
         meshes=(on_mesh.shape,),

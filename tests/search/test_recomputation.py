@@ -144,8 +144,8 @@ def test_what_is_faster_recomputed_than_stacked_is_recomputed_without_a_cap():
 
 def test_recomputation_costs_no_more_than_sharding_more_would():
     """A cap that plain plans reach too."""
-    plain, either = found(False, 0.98, "never"), found(False, 0.98)
-    assert cost_s(either) <= cost_s(plain) * (1 + 1e-9)
+    baseline, either = found(False, 0.98, "never"), found(False, 0.98)
+    assert cost_s(either) <= cost_s(baseline) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("is_scanned", [False, True])
@@ -447,19 +447,19 @@ def built_of(monkeypatch, saved_bytes, left_s, improve):
     """
     clock, built = WorkClock(), list[float]()
     trials = Trials(traced(False), ["", "", ""], CLUSTER, Options(100, (8,)), lambda line: None, clock)
-    plain = trials.made_ready(traced(False))
-    uncapped = UncappedSolution(trials.put_on(plain, (8,)), (), 1.0)
+    baseline = trials.made_ready(traced(False))
+    uncapped = UncappedSolution(trials.put_on(baseline, (8,)), (), 1.0)
     offered = [Candidate(uncapped, frozenset({(n,)}), 1.0, 0.0, saved) for n, saved in enumerate(saved_bytes)]
     by_sites = {one.sites: one.saved_bytes for one in offered}
 
-    def recomputing(trials, plain, sites, waiting):
+    def recomputing(trials, baseline, sites, waiting):
         built.append(by_sites[sites])
-        return plain
+        return baseline
 
     monkeypatch.setattr(Trials, "recomputing", recomputing)
     monkeypatch.setattr(Trials, "improve", lambda trials, *args, known: improve(trials, built))
     monkeypatch.setattr(Attempts, "_known", lambda *args: UNKNOWN)
-    Attempts(trials, plain, lambda *args: UNKNOWN, Deadline.after(left_s, clock)).make(offered)
+    Attempts(trials, baseline, lambda *args: UNKNOWN, Deadline.after(left_s, clock)).make(offered)
     return built
 
 
@@ -525,7 +525,7 @@ def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monke
         Trials(traced(False), ["", "", ""], CLUSTER, Options(100), lambda line: None, WorkClock())
     )
     on_meshes = [mock.Mock(shape=shape) for shape in ((8,), (4, 2), (2, 4))]
-    plain = mock.Mock(on_meshes=on_meshes, floors_s={(8,): 0.9, (4, 2): 0.97, (2, 4): 0.95})
+    baseline = mock.Mock(on_meshes=on_meshes, floors_s={(8,): 0.9, (4, 2): 0.97, (2, 4): 0.95})
     search.trials.best = mock.Mock(cost_s=1.0, on_mesh=on_meshes[0])
     asked = []
 
@@ -537,7 +537,7 @@ def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monke
 
     monkeypatch.setattr(step_search, "without_cap", without_cap)
     offered = Candidate(UncappedSolution(on_meshes[0], (), 1.0), frozenset(), promised_s, 0.0, 1.0)
-    found = [one.on_mesh.shape for one in search._hardly_slower(plain, [offered])]
+    found = [one.on_mesh.shape for one in search._hardly_slower(baseline, [offered])]
     assert found == asked == tried
 
 
@@ -545,8 +545,8 @@ def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monke
 def test_only_steps_with_loops_are_looked_at_there(monkeypatch, is_scanned):
     asked = []
 
-    def hardly_slower(search, plain, found):
-        asked.append(plain)
+    def hardly_slower(search, baseline, found):
+        asked.append(baseline)
         yield from ()
 
     monkeypatch.setattr(StepSearch, "_hardly_slower", hardly_slower)

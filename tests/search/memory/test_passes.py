@@ -46,7 +46,7 @@ def test_a_rewritten_step_takes_as_much_longer_as_estimated(model):
     for price in PRICES:
         sites = frozenset[Site]().union(*(part.recomputed(price) for part in parts))
         more_s = sum(part.seconds(sites) - part.seconds(frozenset()) for part in parts)
-        rewritten = StepProblem.of(step, (), CLUSTER.device, sites, known=step_problem.plain)
+        rewritten = StepProblem.of(step, (), CLUSTER.device, sites, known=step_problem.traced_program)
         again = rewritten.on(CLUSTER, (8,), on_mesh.memory.costed.resharder)
         again_s = again.memory.costed.compute_s(for_rewritten_step(on_mesh, labels, again)) - plain_s
         assert more_s == pytest.approx(again_s, abs=0.02 * plain_s)
