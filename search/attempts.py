@@ -141,15 +141,15 @@ class Attempts:
         trials.gains_s[step_problem] = gain_s
         time_limit_s = max(ATTEMPT_SHARE * self.deadline.left_s, LEAST_ATTEMPT_S)
         known = self._known(step_problem, candidate, on_mesh)
-        bound_s, is_cramped = trials.improve(step_problem, on_mesh, time_limit_s, known=known)
-        if not is_cramped and not candidate.waiting and bound_s < math.inf:
+        bound_s, is_memory_bound = trials.improve(step_problem, on_mesh, time_limit_s, known=known)
+        if not is_memory_bound and not candidate.waiting and bound_s < math.inf:
             amiss_s = bound_s - candidate.cost_s
             self.amiss_s[candidate.shape] = max(amiss_s, self.amiss_s.get(candidate.shape, 0.0))
         if trials.best is not before:
             self.num_futile = 0
             return
         self.num_futile += 1
-        if is_cramped:
+        if is_memory_bound:
             missed_bytes = MISSED_SHARE * trials.options.memory_bytes
             self.least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
         if trials.cutoff_s <= bound_s < math.inf:

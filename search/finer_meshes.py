@@ -71,13 +71,13 @@ class FinerMeshes:
     Attributes:
       trials: what is tried of the step.
       floors_s: by mesh, a lower bound on all plans on it without a cap.
-      cramped: those on which the plain step would be fastest without a cap, and does not fit so.
+      memory_bound: those on which the plain step would be fastest without a cap, and does not fit so.
     """
 
     def __init__(self, trials: Trials) -> None:
         self.trials = trials
         self.floors_s: dict[tuple[int, ...], float] = {}
-        self.cramped: list[MeshProblem] = []
+        self.memory_bound: list[MeshProblem] = []
 
     def uncapped(self, baseline: Baseline, uncapped: Sequence[UncappedSolution]) -> list[UncappedSolution]:
         """The best strategies without a cap, the fastest first, with those on meshes of three axes that do not fit.
@@ -126,7 +126,7 @@ class FinerMeshes:
         for shape, bound_s in bounds_s.items():
             self.floors_s[shape] = max(bound_s, self.floors_s.get(shape, -math.inf))
         too_large = [one for one in better if not self._fits(step_problem, one)]
-        self.cramped += [one.on_mesh for one in too_large if one.on_mesh not in self.cramped]
+        self.memory_bound += [one.on_mesh for one in too_large if one.on_mesh not in self.memory_bound]
         trials.watch.lap("solve")
         return too_large
 
@@ -151,7 +151,7 @@ class FinerMeshes:
           floors_s: by mesh of two axes, a lower bound on all plans.
         """
         trials, deadline = self.trials, self._deadline(best.communication_share)
-        for on_mesh in self.cramped:
+        for on_mesh in self.memory_bound:
             known = self.known(baseline, on_mesh.shape, baseline, floors_s)
             if (1 - HELD_TO_CAP) * trials.cutoff_s > known.bound_s and not deadline.is_over:
                 trials.improve(baseline, on_mesh, deadline.left_s, known=known)

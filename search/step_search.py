@@ -176,14 +176,14 @@ class StepSearch:
             self.uncapped = next(iter(uncapped), None)
         deadline = Deadline.after(time_limit_s, self.clock)
         if is_hopeless := self._is_hopeless(baseline.on_meshes):
-            self.trials.under_cap(step_problem, baseline.put_off, deadline)  # which proves it
+            self.trials.under_cap(step_problem, baseline.deferred, deadline)  # which proves it
         elif is_first:
             uncapped, deadline = (
                 self.finer.uncapped(baseline, uncapped),
                 Deadline.after(time_limit_s, self.clock),
             )
         if self.options.remat == "never" and not self._may_wait:
-            self.trials.under_cap(step_problem, baseline.put_off, deadline)
+            self.trials.under_cap(step_problem, baseline.deferred, deadline)
             return lambda: step_problem
         if is_hopeless:
             return partial(self._most_frugal, step_problem, baseline.on_meshes)
@@ -197,7 +197,7 @@ class StepSearch:
         self.watch.lap("recompute")
         if is_first:
             self.savings = tuple(c for c in found if not c.waiting)
-        self.trials.under_cap(step_problem, baseline.put_off, deadline)
+        self.trials.under_cap(step_problem, baseline.deferred, deadline)
         if self.best is not None or not most:
             return lambda: step_problem
         return partial(self.trials.recomputing, step_problem, most.sites, most.waiting)
@@ -232,7 +232,7 @@ class StepSearch:
 
         if uncapped and may_recompute:
             yield from offer(estimates(uncapped[0]).next_to_nothing())
-        fastest = [one for one in baseline.put_off if uncapped and one is uncapped[0].on_mesh]
+        fastest = [one for one in baseline.deferred if uncapped and one is uncapped[0].on_mesh]
         self.trials.under_cap(step_problem, fastest, deadline.share(FIRST_SHARE))
         uncapped = [one for one in uncapped if one.cost_s < self.trials.least_s]
         uncapped += self._unhindered(baseline, uncapped)

@@ -63,7 +63,7 @@ class Baseline:
       step_problem: of the step.
       on_meshes: on each mesh.
       uncapped: the fastest strategies without a cap where the cap makes a difference, the fastest first.
-      put_off: the meshes of these that were not tried under the cap, the most promising first.
+      deferred: the meshes of these that were not tried under the cap, the most promising first.
       found: the plans that were each better than the one before.
       floors_s: on its plans without a cap, by mesh.
     """
@@ -71,7 +71,7 @@ class Baseline:
     step_problem: StepProblem
     on_meshes: tuple[MeshProblem, ...]
     uncapped: tuple[UncappedSolution, ...]
-    put_off: tuple[MeshProblem, ...]
+    deferred: tuple[MeshProblem, ...]
     found: tuple[Found, ...]
     floors_s: Bounds
 
@@ -168,18 +168,20 @@ class Trials:
         """The same, mesh by mesh; what holds so little is taken to fit."""
         deadline = Deadline.after(time_limit_s, self.clock)
         uncapped, floors_s = self._without_cap(on_meshes, step_problem, deadline)
-        found, cramped, tried = list[Found](), list[UncappedSolution](), set[MeshProblem]()
+        found, memory_bound, tried = list[Found](), list[UncappedSolution](), set[MeshProblem]()
         for one in uncapped:
-            is_cramped, before = not self._is_within(one), self.best
-            if not is_cramped and one.cost_s < self._cutoff_on(one.on_mesh):
+            is_memory_bound, before = not self._is_within(one), self.best
+            if not is_memory_bound and one.cost_s < self._cutoff_on(one.on_mesh):
                 tried.add(one.on_mesh)
                 known = Known(bound_s=floors_s[one.on_mesh.shape])
-                is_cramped = self.improve(step_problem, one.on_mesh, deadline.left_s, roomy_bytes, known)[1]
-            cramped += [one] * is_cramped
+                is_memory_bound = self.improve(
+                    step_problem, one.on_mesh, deadline.left_s, roomy_bytes, known
+                )[1]
+            memory_bound += [one] * is_memory_bound
             found += [self.best] if self.best and self.best is not before else []
         left = [one for one in on_meshes if one not in tried]
-        put_off = tuple(sorted(left, key=lambda one: floors_s[one.shape]))
-        return Baseline(step_problem, on_meshes, tuple(cramped), put_off, tuple(found), floors_s)
+        deferred = tuple(sorted(left, key=lambda one: floors_s[one.shape]))
+        return Baseline(step_problem, on_meshes, tuple(memory_bound), deferred, tuple(found), floors_s)
 
     def _without_cap(
         self, on_meshes: Sequence[MeshProblem], step_problem: StepProblem, deadline: Deadline
@@ -287,14 +289,14 @@ class Trials:
                 kept, limit_bytes, time_limit_s, cutoff_s, gap, roomy_bytes, known
             )
             self.takes(Found(step_problem, on_mesh, solution.labels, limit_bytes, device))
-            bound_s, is_cramped = solution.bound_s, bool(solution.stats.num_rows)
+            bound_s, is_memory_bound = solution.bound_s, bool(solution.stats.num_rows)
         except NoFitError as e:
-            bound_s, is_cramped = e.bound_s, e.num_rows != 0
+            bound_s, is_memory_bound = e.bound_s, e.num_rows != 0
             if isinstance(e, TooLargeError):
                 self._comes_near(Found(step_problem, on_mesh, e.labels, limit_bytes, e.predicted))
         self._prove(step_problem, on_mesh.shape, bound_s)
         self.watch.lap("solve")
-        return bound_s, is_cramped
+        return bound_s, is_memory_bound
 
     def _cutoff_on(self, on_mesh: MeshProblem) -> float:
         """What the solver has to stay below, which does not know that copies may be hidden."""

@@ -485,17 +485,17 @@ def test_what_was_passed_over_is_tried_where_what_was_found_is_slower_than_estim
 
 
 @pytest.mark.parametrize(
-    ("bound_s", "is_cramped", "tried"),
+    ("bound_s", "is_memory_bound", "tried"),
     [(1.0, False, [3.0, 2.0]), (1.1, False, [3.0]), (1.1, True, [3.0, 2.0])],
 )
 def test_estimates_are_amiss_by_what_the_first_one_was_amiss_without_memory(
-    monkeypatch, bound_s, is_cramped, tried
+    monkeypatch, bound_s, is_memory_bound, tried
 ):
     """Both promise 1 s, and there is a plan that takes 1.05 s."""
 
     def improve(trials, built):
         trials.best = mock.Mock(cost_s=1.05)
-        return bound_s, is_cramped
+        return bound_s, is_memory_bound
 
     monkeypatch.setattr(attempts, "MISSED_SHARE", -1.0)
     assert built_of(monkeypatch, (3.0, 2.0), 10.0, improve) == tried
