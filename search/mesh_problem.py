@@ -325,12 +325,12 @@ class MeshProblem:
         time_limit_s: float,
         cutoff_s: float = np.inf,
         relative_gap: float = RELATIVE_GAP,
-        roomy_bytes: float = 0.0,
+        surely_fits_bytes: float = 0.0,
         known: Known = UNKNOWN,
     ) -> tuple[branch_and_bound.Solution, Prediction | None]:
         """The cheapest of the kept strategies that fit, as the kernels of a device tell.
 
-        Where strategies hold less than `roomy_bytes` in program order, these are not asked, and there is no prediction.
+        Where strategies hold less than `surely_fits_bytes` in program order, these are not asked, and there is no prediction.
         Where the first ones do not fit and are faster than the cutoff by less than is certified, no others are looked for.
         Where they need little more than fits, others are looked for up to `EXTRA_S` longer than the time limit.
 
@@ -358,7 +358,7 @@ class MeshProblem:
                     raise
                 return None
             held_bytes = self.memory.peak(solution.labels).num_bytes
-            if held_bytes < roomy_bytes:
+            if held_bytes < surely_fits_bytes:
                 return Round((solution, None), held_bytes, held_bytes)
             return self._round(solution, solution.labels, limit_bytes)
 
@@ -490,7 +490,7 @@ class MeshProblem:
         )
         return replace(solution, labels=_original(kept, solution.labels))
 
-    def lightened(self, kept: Sequence[np.ndarray], labels: Labels, deadline: Deadline) -> Labels:
+    def with_less_memory(self, kept: Sequence[np.ndarray], labels: Labels, deadline: Deadline) -> Labels:
         """Of the kept strategies, some that are slower by the gap at most, and hold less where the given ones hold most."""
         rows = self.memory.rows_over(labels, 0.0)
         if not rows:

@@ -182,7 +182,7 @@ class Estimates:
     ) -> None:
         self.on_mesh, self.deadline, self.limit_bytes = uncapped.on_mesh, deadline, limit_bytes
         self.kept, self.cutoff_s = self.on_mesh.pinned(pins), math.inf
-        self.uncapped = self._light(uncapped)
+        self.uncapped = self._with_less_memory(uncapped)
         in_order = self.on_mesh.memory.peak(self.uncapped.labels)
         of_kernels = self.on_mesh.predicted(self.uncapped.labels, limit_bytes).least
         self.in_order_bytes = in_order.num_bytes
@@ -198,11 +198,11 @@ class Estimates:
         self.seen: set[frozenset[Site]] = {frozenset()}
         self.too_little_bytes = -math.inf
 
-    def _light(self, uncapped: UncappedSolution) -> UncappedSolution:
+    def _with_less_memory(self, uncapped: UncappedSolution) -> UncappedSolution:
         """The same, or where it does not fit strategies that hold less."""
         if self.on_mesh.memory.peak(uncapped.labels).num_bytes <= self.limit_bytes:
             return uncapped
-        labels = self.on_mesh.lightened(self.kept, uncapped.labels, self.deadline)
+        labels = self.on_mesh.with_less_memory(self.kept, uncapped.labels, self.deadline)
         return UncappedSolution(self.on_mesh, labels, self.on_mesh.problem.cost_s(labels))
 
     @cached_property

@@ -39,7 +39,7 @@ be easier under the cap."""
 ALIKE = 0.05
 """Meshes whose bounds differ by less promise alike. Source: a choice of ours; first bounds are not tight."""
 
-ROOMY = 0.7
+SURE_SHARE = 0.7
 """Of the cap: strategies that hold no more in program order are taken to fit, and only the kernels of the best ones are
 simulated; should those not fit, all are asked. Source: a choice of ours; kernels seldom hold 1.4 times as much, but where
 arrays come from the host."""
@@ -150,8 +150,8 @@ class Trials:
         step_problem = self.made_ready(step)
         on_meshes = tuple(self.put_on(step_problem, shape) for shape in self.shapes)
         before = self.best
-        roomy_bytes = 0.0 if step_problem.has_transfers else ROOMY * self.options.memory_bytes
-        baseline = self._over(on_meshes, step_problem, time_limit_s, roomy_bytes)
+        surely_fits_bytes = 0.0 if step_problem.has_transfers else SURE_SHARE * self.options.memory_bytes
+        baseline = self._over(on_meshes, step_problem, time_limit_s, surely_fits_bytes)
         if self.best is not before and self.best and not self.best.fits:
             self.best = before
             baseline = self._over(on_meshes, step_problem, time_limit_s, 0.0)
@@ -163,7 +163,7 @@ class Trials:
         on_meshes: tuple[MeshProblem, ...],
         step_problem: StepProblem,
         time_limit_s: float,
-        roomy_bytes: float,
+        surely_fits_bytes: float,
     ) -> Baseline:
         """The same, mesh by mesh; what holds so little is taken to fit."""
         deadline = Deadline.after(time_limit_s, self.clock)
@@ -175,7 +175,7 @@ class Trials:
                 tried.add(one.on_mesh)
                 known = Known(bound_s=floors_s[one.on_mesh.shape])
                 is_memory_bound = self.improve(
-                    step_problem, one.on_mesh, deadline.left_s, roomy_bytes, known
+                    step_problem, one.on_mesh, deadline.left_s, surely_fits_bytes, known
                 )[1]
             memory_bound += [one] * is_memory_bound
             found += [self.best] if self.best and self.best is not before else []
@@ -271,7 +271,7 @@ class Trials:
         step_problem: StepProblem,
         on_mesh: MeshProblem,
         time_limit_s: float,
-        roomy_bytes: float = 0.0,
+        surely_fits_bytes: float = 0.0,
         known: Known = UNKNOWN,
         worth: float = 0.0,
     ) -> tuple[float, bool]:
@@ -286,7 +286,7 @@ class Trials:
         kept, cutoff_s = on_mesh.pinned(self.pins), (1 - worth) * self._cutoff_on(on_mesh)
         try:
             solution, device = on_mesh.fitting(
-                kept, limit_bytes, time_limit_s, cutoff_s, gap, roomy_bytes, known
+                kept, limit_bytes, time_limit_s, cutoff_s, gap, surely_fits_bytes, known
             )
             self.takes(Found(step_problem, on_mesh, solution.labels, limit_bytes, device))
             bound_s, is_memory_bound = solution.bound_s, bool(solution.stats.num_rows)
