@@ -386,10 +386,10 @@ class MeshProblem:
           NoFitError: the kept strategies contradict one another, or none were found in time.
         """
         whole = Deadline.after(time_limit_s, self.clock)
-        deadline, found = whole.share(1 / 2), [*self._frugal_by_rule(kept)]
+        deadline, found = whole.share(1 / 2), [*self._smallest_by_rule(kept)]
 
         def propose(_: float, rows: Sequence[MemoryConstraint]) -> Round[tuple[Labels, Prediction]]:
-            labels = self._frugal(kept, rows, deadline)
+            labels = self._near_smallest(kept, rows, deadline)
             return self._round(labels, labels, 0.0)
 
         for latest in tightened(propose, self.memory.least_bytes(kept), MAX_ROWS):
@@ -418,7 +418,7 @@ class MeshProblem:
         """In program order or the kernels', what is more."""
         return max(self.memory.peak(labels), predicted.least, key=lambda peak: peak.num_bytes)
 
-    def _frugal_by_rule(self, kept: Sequence[np.ndarray]) -> Iterator[tuple[Labels, Peak]]:
+    def _smallest_by_rule(self, kept: Sequence[np.ndarray]) -> Iterator[tuple[Labels, Peak]]:
         """Of the plans by rule that the kept strategies allow, the one that holds least, if there is one."""
         rules = seeds(self.memory.costed, self.problem, kept)
         allowed = [labels for labels in rules if self.problem.cost_s(labels) < np.inf]
@@ -426,7 +426,7 @@ class MeshProblem:
             labels = min(allowed, key=lambda labels: self.memory.peak(labels).num_bytes)
             yield labels, self.larger_peak(labels, self.predicted(labels, 0.0))
 
-    def _frugal(
+    def _near_smallest(
         self, kept: Sequence[np.ndarray], rows: Sequence[MemoryConstraint], deadline: Deadline
     ) -> Labels:
         """The cheapest of the kept strategies that hold little more than they must.

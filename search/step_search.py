@@ -186,7 +186,7 @@ class StepSearch:
             self.trials.under_cap(step_problem, baseline.deferred, deadline)
             return lambda: step_problem
         if is_hopeless:
-            return partial(self._most_frugal, step_problem, baseline.on_meshes)
+            return partial(self._smallest_step, step_problem, baseline.on_meshes)
         found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
         built = self._attempts(step_problem, deadline).make(
             self._offered(baseline, uncapped, found, deadline)
@@ -263,7 +263,7 @@ class StepSearch:
     def _floor_bytes(self, on_mesh: MeshProblem) -> float:
         return floor_bytes(on_mesh.memory, on_mesh.pinned(self.pins))
 
-    def _most_frugal(self, baseline: StepProblem, on_meshes: Sequence[MeshProblem]) -> StepProblem:
+    def _smallest_step(self, baseline: StepProblem, on_meshes: Sequence[MeshProblem]) -> StepProblem:
         """The step that holds least, where nothing fits."""
         deadline = Deadline.after(LEAST_ATTEMPT_S, self.clock)
         uncapped, _ = without_cap([min(on_meshes, key=self._floor_bytes)], self.pins, math.inf, deadline)
@@ -420,7 +420,7 @@ class StepSearch:
         if not self._is_hopeless(on_meshes):
             return None
         self.tried = f"Nothing would fit in {count} microbatches either."
-        return partial(self._most_frugal, step_problem, on_meshes)
+        return partial(self._smallest_step, step_problem, on_meshes)
 
     def _split_in(self, count: int, time_limit_s: float) -> Least | None:
         """Looks for better plans in that many microbatches; the step that holds least, None if it cannot be split."""
