@@ -34,11 +34,11 @@ LEAST_ATTEMPT_S = 2.0
 MISSED_SHARE = 0.1
 """Of the cap: where a step did not fit, what the next one has to save besides. Source: a choice of ours."""
 
-MAX_FUTILE = 3
+MAX_FAILED = 3
 """Steps that are no better than the best plan, in a row, before no more are built. Source: a choice of ours; estimates of
 what comes next to one another differ by less than they are wrong."""
 
-WORTH_AFTER_ALL = 0.03
+POSTPONED_MARGIN = 0.03
 """By how much the best plan may be slower than a step that was passed over promises to be, before that is built. Source: a
 choice of ours; estimates are wrong by 2%."""
 
@@ -60,10 +60,10 @@ class Attempts:
       deadline: when they are over; where there is no plan, it may take as long again, with what saves more than all that was
         built.
       built: what was built and searched, in turn.
-      passed_over: what was not, at first, as it saves hardly more than what missed the cap.
-      num_futile: how many of those built last made no better plan.
+      postponed: what was not, at first, as it saves hardly more than what missed the cap.
+      num_failed: how many of those built last made no better plan.
       least_saved_bytes: by mesh, what the next one has to save.
-      amiss_s: by mesh, by how much steps are slower than estimated, at least.
+      error_s: by mesh, by how much steps are slower than estimated, at least.
       slower: what is recomputed, and waits on the host, in steps that are slower than the best plan.
     """
 
@@ -77,15 +77,15 @@ class Attempts:
         self.trials, self.baseline, self.known, self.deadline = trials, baseline, known, deadline
         self.last = Deadline(deadline.clock, deadline.end_s + deadline.left_s)
         self.built: list[Candidate] = []
-        self.passed_over: list[Candidate] = []
-        self.num_futile = 0
+        self.postponed: list[Candidate] = []
+        self.num_failed = 0
         self.least_saved_bytes: dict[tuple[int, ...], float] = {}
-        self.amiss_s: dict[tuple[int, ...], float] = {}
+        self.error_s: dict[tuple[int, ...], float] = {}
         self.slower: set[tuple[frozenset[Site], frozenset[Site]]] = set()
 
     def make(self, found: Iterable[Candidate]) -> list[Candidate]:
         """Builds and searches what promises better plans than the best one; says what."""
-        for candidate in chain(found, self.passed_over):
+        for candidate in chain(found, self.postponed):
             if self._is_over:
                 break
             if self._is_promising(candidate):
@@ -97,32 +97,32 @@ class Attempts:
         """Whether no more are built, whatever they promise."""
         has_plan = self.trials.best is not None
         is_late = self.deadline.is_over and (has_plan or self.baseline.traced.num_microbatches > 1)
-        return is_late or (has_plan and self.num_futile == MAX_FUTILE)
+        return is_late or (has_plan and self.num_failed == MAX_FAILED)
 
     def _is_promising(self, candidate: Candidate) -> bool:
         """Whether to build something, by what is known of it so far."""
         if self.last.is_over and any(candidate.saved_bytes <= one.saved_bytes for one in self.built):
             return False
-        if self._is_passed_over(candidate) or (candidate.sites, candidate.waiting) in self.slower:
+        if self._is_postponed(candidate) or (candidate.sites, candidate.waiting) in self.slower:
             return False
         has_plan, enough_s = self.trials.best is not None, (1 - candidate.margin) * self.trials.cutoff_s
         return not has_plan or self._expected_s(candidate) < enough_s
 
-    def _is_passed_over(self, candidate: Candidate) -> bool:
+    def _is_postponed(self, candidate: Candidate) -> bool:
         """Whether it saves too little to be likely to fit, and is not worth building in spite of that."""
         if candidate.saved_bytes >= self.least_saved_bytes.get(candidate.shape, 0.0):
             return False
-        if candidate in self.passed_over:
-            return self.trials.cutoff_s <= (1 + WORTH_AFTER_ALL) * candidate.cost_s
-        if len(self.passed_over) < MAX_FUTILE:
-            self.passed_over.append(candidate)
+        if candidate in self.postponed:
+            return self.trials.cutoff_s <= (1 + POSTPONED_MARGIN) * candidate.cost_s
+        if len(self.postponed) < MAX_FAILED:
+            self.postponed.append(candidate)
         return True
 
     def _expected_s(self, candidate: Candidate) -> float:
         """Seconds per step, by the estimate and by what estimates were wrong."""
         expected_s = candidate.cost_s
         if not candidate.waiting:
-            expected_s += self.amiss_s.get(candidate.shape, 0.0)
+            expected_s += self.error_s.get(candidate.shape, 0.0)
         if has_loops(self.baseline.traced):  # at most by what stacking takes may it be too high
             stacking_s = STACKING_PASSES * pass_s_per_byte(self.trials.cluster.device) * candidate.saved_bytes
             expected_s -= min(LOOPS_MARGIN * self.trials.cutoff_s, stacking_s)
@@ -143,12 +143,12 @@ class Attempts:
         known = self._known(step_problem, candidate, on_mesh)
         bound_s, is_memory_bound = trials.improve(step_problem, on_mesh, time_limit_s, known=known)
         if not is_memory_bound and not candidate.waiting and bound_s < math.inf:
-            amiss_s = bound_s - candidate.cost_s
-            self.amiss_s[candidate.shape] = max(amiss_s, self.amiss_s.get(candidate.shape, 0.0))
+            error_s = bound_s - candidate.cost_s
+            self.error_s[candidate.shape] = max(error_s, self.error_s.get(candidate.shape, 0.0))
         if trials.best is not before:
-            self.num_futile = 0
+            self.num_failed = 0
             return
-        self.num_futile += 1
+        self.num_failed += 1
         if is_memory_bound:
             missed_bytes = MISSED_SHARE * trials.options.memory_bytes
             self.least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes

@@ -409,7 +409,7 @@ def test_copies_to_the_host_are_never_expected_to_hide_altogether(monkeypatch):
         assert one.cost_s - one.uncapped.cost_s - one.more_s >= 0.2 * copied_s > 0
 
 
-def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
+def test_a_postponed_candidate_is_tried_if_all_others_miss_the_cap(monkeypatch):
     """What saves hardly more than a step that missed is passed over; it may be the only one that fits."""
     offered: list[Candidate] = []
     tried: list[frozenset[Site]] = []
@@ -471,7 +471,7 @@ def test_where_time_is_over_and_there_is_no_plan_only_what_saves_more_is_tried(m
 
 
 @pytest.mark.parametrize(("found_s", "tried"), [(1.02, [1.0, 50.0]), (1.05, [1.0, 50.0, 2.0])])
-def test_what_was_passed_over_is_tried_where_what_was_found_is_slower_than_estimates_are_wrong(
+def test_a_postponed_candidate_is_tried_if_the_best_plan_is_slower_by_more_than_estimates_err(
     monkeypatch, found_s, tried
 ):
     """What saves 2 bytes is passed over, as what saves 1 missed; with 50 bytes saved there is a plan."""
@@ -488,7 +488,7 @@ def test_what_was_passed_over_is_tried_where_what_was_found_is_slower_than_estim
     ("bound_s", "is_memory_bound", "tried"),
     [(1.0, False, [3.0, 2.0]), (1.1, False, [3.0]), (1.1, True, [3.0, 2.0])],
 )
-def test_estimates_are_amiss_by_what_the_first_one_was_amiss_without_memory(
+def test_later_estimates_are_corrected_by_the_error_of_the_first_one_that_fits(
     monkeypatch, bound_s, is_memory_bound, tried
 ):
     """Both promise 1 s, and there is a plan that takes 1.05 s."""
