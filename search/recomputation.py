@@ -210,7 +210,7 @@ class Estimates:
         """From nothing recomputed to all."""
         return trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
 
-    def next_to_nothing(self) -> Iterator[Candidate]:
+    def negligible(self) -> Iterator[Candidate]:
         """What saves enough where all is sharded as without a cap, and is computed again in less time than such sharding is
         certified to."""
         for choice in self._just_enough():

@@ -120,7 +120,7 @@ class StepSearch:
         pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
         self.working_bytes = min(working_bytes(*one) for one in pinned)
         self.host_arguments.check_room(first.on_meshes)
-        least = self._held_down(first, self.options.limit_s / 2)
+        least = self._search_under_cap(first, self.options.limit_s / 2)
         if self.options.offload is None and self.cluster.host_bytes_per_node:
             least = self._offloaded(first) or least
         if self.options.microbatches is None:
@@ -132,7 +132,7 @@ class StepSearch:
             self.watch.lap("solve")
             return smallest
         if self.best.step_problem is not first.step_problem:
-            self._elsewhere(self.best, first.step_problem)
+            self._on_other_meshes(self.best, first.step_problem)
         best, finer = self.finer.finish(self.best, first.step_problem, self.floors_s)
         own = [best.on_mesh.shape] if best.on_mesh.shape in self.trials.proven_s(best.step_problem) else []
         self.shapes = tuple(dict.fromkeys((*self.shapes, *finer, *own)))
@@ -153,7 +153,7 @@ class StepSearch:
             return own_s.get(shape, floor_s)
         return max(own_s.get(shape, -math.inf), floor_s)
 
-    def _elsewhere(self, best: Found, baseline: StepProblem) -> None:
+    def _on_other_meshes(self, best: Found, baseline: StepProblem) -> None:
         """Looks for better plans of the best plan's step on the other meshes, where nothing is proven of all steps."""
         deadline = Deadline.after(self.options.limit_s / 2, self.clock)
         others = [shape for shape in self.trials.shapes if shape != best.on_mesh.shape]
@@ -165,7 +165,7 @@ class StepSearch:
                 on_mesh = self.trials.put_on(best.step_problem, shape)
                 self.trials.improve(best.step_problem, on_mesh, deadline.left_s, known=known)
 
-    def _held_down(self, baseline: Baseline, time_limit_s: float) -> Least:
+    def _search_under_cap(self, baseline: Baseline, time_limit_s: float) -> Least:
         """Looks for better plans where the fastest ones do not fit: of the step as it is, and of steps that recompute; the
         step that holds least of all those considered."""
         is_first, step_problem = not self.floors_s, baseline.step_problem
@@ -175,7 +175,7 @@ class StepSearch:
         if is_first:
             self.uncapped = next(iter(uncapped), None)
         deadline = Deadline.after(time_limit_s, self.clock)
-        if is_hopeless := self._is_hopeless(baseline.on_meshes):
+        if cannot_fit := self._cannot_fit(baseline.on_meshes):
             self.trials.under_cap(step_problem, baseline.deferred, deadline)  # which proves it
         elif is_first:
             uncapped, deadline = (
@@ -185,7 +185,7 @@ class StepSearch:
         if self.options.remat == "never" and not self._may_wait:
             self.trials.under_cap(step_problem, baseline.deferred, deadline)
             return lambda: step_problem
-        if is_hopeless:
+        if cannot_fit:
             return partial(self._smallest_step, step_problem, baseline.on_meshes)
         found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
         built = self._attempts(step_problem, deadline).make(
@@ -231,17 +231,17 @@ class StepSearch:
                 yield found[-1]
 
         if uncapped and may_recompute:
-            yield from offer(estimates(uncapped[0]).next_to_nothing())
+            yield from offer(estimates(uncapped[0]).negligible())
         fastest = [one for one in baseline.deferred if uncapped and one is uncapped[0].on_mesh]
         self.trials.under_cap(step_problem, fastest, deadline.share(FIRST_SHARE))
         uncapped = [one for one in uncapped if one.cost_s < self.trials.least_s]
-        uncapped += self._unhindered(baseline, uncapped)
+        uncapped += self._fitting_baselines(baseline, uncapped)
         may_gain, left = has_loops(step_problem.step), list[Candidate]()
         num_before = len(found)  # what these promised was tried
-        others = self._hardly_slower(baseline, found) if may_gain else ()
+        others = self._nearly_as_fast(baseline, found) if may_gain else ()
         for one in islice(chain(uncapped, others), MAX_MESHES):
             best_s = min((self.cutoff_s, *(c.cost_s for c in found[num_before:])))
-            least_s = one.cost_s + self._least_again_s(one, found[num_before:])
+            least_s = one.cost_s + self._least_relief_s(one, found[num_before:])
             if may_gain or self.best is None or least_s < (1 - RELATIVE_GAP) * best_s:
                 more = estimates(one).candidates(best_s, may_recompute, self._may_wait)
                 left = in_order([*left, *offer(more)])
@@ -249,13 +249,13 @@ class StepSearch:
                 del left[:1]
         yield from left
 
-    def _least_again_s(self, uncapped: UncappedSolution, found: Sequence[Candidate]) -> float:
+    def _least_relief_s(self, uncapped: UncappedSolution, found: Sequence[Candidate]) -> float:
         """What it takes to hold so much less that strategies fit, at the least, by what was found on another mesh."""
         missing_bytes = uncapped.on_mesh.memory.peak(uncapped.labels).num_bytes - self.options.memory_bytes
         enough = (c for c in found if c.saved_bytes >= missing_bytes)
         return min((c.cost_s - c.uncapped.cost_s if c.waiting else c.more_s for c in enough), default=0.0)
 
-    def _is_hopeless(self, on_meshes: Sequence[MeshProblem]) -> bool:
+    def _cannot_fit(self, on_meshes: Sequence[MeshProblem]) -> bool:
         """Whether nothing can fit, whatever is recomputed or waits on the host."""
         limit_bytes = (1 + ROUNDING) * self.options.memory_bytes
         return self.best is None and all(self._floor_bytes(one) > limit_bytes for one in on_meshes)
@@ -275,7 +275,9 @@ class StepSearch:
         most = max(found, key=lambda candidate: candidate.saved_bytes)
         return self.trials.recomputing(baseline, baseline.rewritten.before(most.sites), frozenset())
 
-    def _unhindered(self, baseline: Baseline, uncapped: Sequence[UncappedSolution]) -> list[UncappedSolution]:
+    def _fitting_baselines(
+        self, baseline: Baseline, uncapped: Sequence[UncappedSolution]
+    ) -> list[UncappedSolution]:
         """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best first."""
         if not has_loops(baseline.step_problem.step):
             return []
@@ -288,7 +290,7 @@ class StepSearch:
             for one in sorted(fastest.values(), key=lambda one: one.cost_s)
         ]
 
-    def _hardly_slower(self, baseline: Baseline, found: Sequence[Candidate]) -> Iterator[UncappedSolution]:
+    def _nearly_as_fast(self, baseline: Baseline, found: Sequence[Candidate]) -> Iterator[UncappedSolution]:
         """Good strategies of a step with loops on the mesh that promises most besides the best plan's, where that has been
         promised to be faster for recomputing: elsewhere more of that may be so."""
         best, cutoff_s = self.best, (1 + RELATIVE_GAP) * self.cutoff_s
@@ -323,7 +325,7 @@ class StepSearch:
             kinds.append(kind)
             hosted = self.host_arguments.of_kinds(kinds)
             is_wanted = (
-                self._is_wanting and not self._is_vain_on_host(hosted, held_bytes)
+                self._may_improve and not self._cannot_improve_on_host(hosted, held_bytes)
                 if self.best
                 else not self.host_arguments.is_too_much(hosted, self.working_bytes)
             )
@@ -332,7 +334,7 @@ class StepSearch:
             self.trials.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
             baseline = self.trials.baseline(first.step_problem.traced, self.options.limit_s / 2)
-            least = self._held_down(baseline, self.options.limit_s / 4)
+            least = self._search_under_cap(baseline, self.options.limit_s / 4)
             if self.best is not before:
                 best_hosted = hosted
         self.trials.hosted = (
@@ -342,7 +344,7 @@ class StepSearch:
         )
         return None if self.best else least
 
-    def _is_vain_on_host(self, hosted: frozenset[int], held_bytes: float) -> bool:
+    def _cannot_improve_on_host(self, hosted: frozenset[int], held_bytes: float) -> bool:
         """Whether a step that holds so much at least has to recompute even with arguments on the host, and copying these
         and computing that makes it as slow as the best plan."""
         moved_bytes = self.host_arguments.least_bytes(hosted)
@@ -361,12 +363,12 @@ class StepSearch:
         """
         deadline = Deadline.after(self.options.limit_s, self.clock)
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
-        if not counts or not self._is_wanting:
+        if not counts or not self._may_improve:
             return None
         useful, needed = self._most_useful(counts), self._needed_counts
         if self.best is None:
-            if hopeless := self._hopeless_in(useful):
-                return hopeless
+            if smallest := self._cannot_fit_in(useful):
+                return smallest
             first = min(needed.fewest, max(counts))
             return self._in_fewest([n for n in counts if n >= first], deadline)
         few = [n for n in counts if n < min(needed.enough, useful)]
@@ -389,7 +391,7 @@ class StepSearch:
     def _in_more_and_more(self, counts: Sequence[int], deadline: Deadline) -> None:
         """Tries one number of microbatches after another, as long as plans get better."""
         for count in counts:
-            if deadline.is_over or not self._is_wanting or self._is_vain_in(count):
+            if deadline.is_over or not self._may_improve or self._cannot_improve_in(count):
                 break
             before = self.best
             if self._split_in(count, self._share_s(deadline)) is None or self.best is before:
@@ -399,7 +401,7 @@ class StepSearch:
         """Seconds for one number of microbatches."""
         return max(SPLIT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
 
-    def _is_vain_in(self, count: int) -> bool:
+    def _cannot_improve_in(self, count: int) -> bool:
         """Whether a step in so many microbatches would be as slow as the best plan, by those that were tried."""
         if self.uncapped is None or self.best is None:
             return False
@@ -410,14 +412,14 @@ class StepSearch:
         size = max(batch_divisors(self.step))
         return max((n for n in counts if n * self.cluster.num_devices <= size), default=min(counts))
 
-    def _hopeless_in(self, count: int) -> Least | None:
+    def _cannot_fit_in(self, count: int) -> Least | None:
         """The step in so many microbatches, if nothing can fit even then."""
         try:
             step_problem = self.trials.made_ready(microbatched(self.step, count))
         except NotSplittableError:
             return None
         on_meshes = [self.trials.put_on(step_problem, shape) for shape in self.trials.shapes]
-        if not self._is_hopeless(on_meshes):
+        if not self._cannot_fit(on_meshes):
             return None
         self.tried = f"Nothing would fit in {count} microbatches either."
         return partial(self._smallest_step, step_problem, on_meshes)
@@ -432,10 +434,10 @@ class StepSearch:
         baseline = self.trials.baseline(step, time_limit_s / 2)
         self.split_s[count] = min(one.promised_s(one.pinned(self.pins)) for one in baseline.on_meshes)
         self.tried = f"Up to {count} microbatches were tried too."
-        return self._held_down(baseline, time_limit_s / 2)
+        return self._search_under_cap(baseline, time_limit_s / 2)
 
     @property
-    def _is_wanting(self) -> bool:
+    def _may_improve(self) -> bool:
         """Whether the best plan is slower than one without a cap by so much that there may be a better one, and there is
         time to look for it; where there is no plan, there is."""
         if self.best is not None and self.trials.deadline.is_over:
@@ -456,7 +458,7 @@ class StepSearch:
         options = replace(self.options, remat=None, time_limit_s=infeasible.TIME_LIMIT_S)
         trials = Trials(self.step, self.trials.marks, self.cluster, options, self.progress, self.clock)
         allowed = StepSearch(trials)
-        allowed._held_down(first, infeasible.TIME_LIMIT_S / 2)
+        allowed._search_under_cap(first, infeasible.TIME_LIMIT_S / 2)
         return allowed.best.cost_s if allowed.best else None
 
     def _of_smallest_peak(self, first: Baseline, least: StepProblem) -> Found:

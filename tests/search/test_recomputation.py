@@ -512,10 +512,10 @@ def test_another_mesh_is_not_estimated_where_it_would_be_too_slow_with_what_it_m
     found = [
         Candidate(uncapped, frozenset(), 1.3, more_s, saved) for more_s, saved in ((0.2, 60.0), (0.1, 40.0))
     ]
-    assert search._least_again_s(uncapped, found) == 0.2
+    assert search._least_relief_s(uncapped, found) == 0.2
     waiting = Candidate(uncapped, frozenset(), 1.05, 0.0, 60.0, frozenset({(0,)}))
-    assert search._least_again_s(uncapped, [*found, waiting]) == pytest.approx(0.05)
-    assert search._least_again_s(uncapped, found[1:]) == 0.0
+    assert search._least_relief_s(uncapped, [*found, waiting]) == pytest.approx(0.05)
+    assert search._least_relief_s(uncapped, found[1:]) == 0.0
 
 
 @pytest.mark.parametrize(("promised_s", "tried"), [(0.99, [(2, 4)]), (1.0, [])])
@@ -537,7 +537,7 @@ def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monke
 
     monkeypatch.setattr(step_search, "without_cap", without_cap)
     offered = Candidate(UncappedSolution(on_meshes[0], (), 1.0), frozenset(), promised_s, 0.0, 1.0)
-    found = [one.on_mesh.shape for one in search._hardly_slower(baseline, [offered])]
+    found = [one.on_mesh.shape for one in search._nearly_as_fast(baseline, [offered])]
     assert found == asked == tried
 
 
@@ -545,10 +545,10 @@ def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monke
 def test_only_steps_with_loops_are_looked_at_there(monkeypatch, is_scanned):
     asked = []
 
-    def hardly_slower(search, baseline, found):
+    def nearly_as_fast(search, baseline, found):
         asked.append(baseline)
         yield from ()
 
-    monkeypatch.setattr(StepSearch, "_hardly_slower", hardly_slower)
+    monkeypatch.setattr(StepSearch, "_nearly_as_fast", nearly_as_fast)
     driver.find(traced(is_scanned), CLUSTER, Options(1 << 40, offload="never", microbatches=1))
     assert bool(asked) == is_scanned
