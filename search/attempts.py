@@ -103,7 +103,7 @@ class Attempts:
         """Whether to build something, by what is known of it so far."""
         if self.last.is_over and any(candidate.saved_bytes <= one.saved_bytes for one in self.built):
             return False
-        if self._is_postponed(candidate) or (candidate.sites, candidate.waiting) in self.slower:
+        if self._is_postponed(candidate) or (candidate.sites, candidate.offloaded_sites) in self.slower:
             return False
         has_plan, enough_s = self.trials.best is not None, (1 - candidate.margin) * self.trials.cutoff_s
         return not has_plan or self._expected_s(candidate) < enough_s
@@ -121,7 +121,7 @@ class Attempts:
     def _expected_s(self, candidate: Candidate) -> float:
         """Seconds per step, by the estimate and by what estimates were wrong."""
         expected_s = candidate.cost_s
-        if not candidate.waiting:
+        if not candidate.offloaded_sites:
             expected_s += self.error_s.get(candidate.shape, 0.0)
         if has_loops(self.baseline.traced):  # at most by what stacking takes may it be too high
             stacking_s = STACKING_PASSES * pass_s_per_byte(self.trials.cluster.device) * candidate.saved_bytes
@@ -131,18 +131,20 @@ class Attempts:
     def _build(self, candidate: Candidate) -> None:
         """Builds and searches a step, and learns from that."""
         trials, before = self.trials, self.trials.best
-        waits = f"{len(candidate.waiting)} residuals on the host, " if candidate.waiting else ""
+        waits = (
+            f"{len(candidate.offloaded_sites)} residuals on the host, " if candidate.offloaded_sites else ""
+        )
         recomputes = f"recomputing {len(candidate.sites)} ops on mesh {format_mesh(candidate.shape)}"
         trials.progress(f"{said_of(self.baseline.traced)}{waits}{recomputes}")
         self.built.append(candidate)
-        step_problem = trials.recomputing(self.baseline, candidate.sites, candidate.waiting)
+        step_problem = trials.recomputing(self.baseline, candidate.sites, candidate.offloaded_sites)
         on_mesh = trials.put_on(step_problem, candidate.shape)
         gain_s = max(-candidate.more_s, trials.gains_s.get(step_problem, 0.0))
         trials.gains_s[step_problem] = gain_s
         time_limit_s = max(ATTEMPT_SHARE * self.deadline.left_s, LEAST_ATTEMPT_S)
         known = self._known(step_problem, candidate, on_mesh)
         bound_s, is_memory_bound = trials.improve(step_problem, on_mesh, time_limit_s, known=known)
-        if not is_memory_bound and not candidate.waiting and bound_s < math.inf:
+        if not is_memory_bound and not candidate.offloaded_sites and bound_s < math.inf:
             error_s = bound_s - candidate.cost_s
             self.error_s[candidate.shape] = max(error_s, self.error_s.get(candidate.shape, 0.0))
         if trials.best is not before:
@@ -153,7 +155,7 @@ class Attempts:
             missed_bytes = MISSED_SHARE * trials.options.memory_bytes
             self.least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
         if trials.cutoff_s <= bound_s < math.inf:
-            self.slower.add((candidate.sites, candidate.waiting))
+            self.slower.add((candidate.sites, candidate.offloaded_sites))
 
     def _known(self, step_problem: StepProblem, candidate: Candidate, on_mesh: MeshProblem) -> Known:
         """Of a step: the strategies by which it was estimated, and the bound on all plans on its mesh, but where it is

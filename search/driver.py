@@ -87,7 +87,7 @@ class SearchResult:
     def holds_little(self) -> bool:
         """Whether residuals wait on the host, and so many of them that fewer might do."""
         room_bytes = self.plan.memory_bytes - self.plan.estimates.peak_bytes
-        return bool(self.problem.waiting) and room_bytes > ROOM * self.plan.memory_bytes
+        return bool(self.problem.offloaded_sites) and room_bytes > ROOM * self.plan.memory_bytes
 
     def waited(self, part: str, seconds: float) -> "SearchResult":
         """With what its user has waited for besides."""
@@ -206,7 +206,7 @@ def _by_few_layers(
     """
     with suppress(NoFitError, PlanError):
         found = _found(step, short, cluster, options, progress, watch)
-        if found.problem.waiting:  # each layer's residuals wait for another layer
+        if found.problem.offloaded_sites:  # each layer's residuals wait for another layer
             progress("the same on all layers")
             return _on_all_layers(found, step, cluster, options, watch)
         found.check_goes_together()
@@ -362,11 +362,11 @@ def _step_problem(
     """The step as a plan rewrites it, made ready; folded like one that stands for it, if there is one."""
     marks = _marks(step, plan.options.get("pin", {}))
     split = _in_microbatches(step, plan, place)
-    sites = waiting = frozenset[Site]()
+    sites = offloaded_sites = frozenset[Site]()
     program = folded_like(flatten(split), like.traced_program) if like else None
     if said := plan.decisions.retention:
         program = program or fold(flatten(split), marks)
-        sites, waiting = RetentionCodec(program).read(said, place)
+        sites, offloaded_sites = RetentionCodec(program).read(said, place)
     on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
@@ -382,7 +382,7 @@ def _step_problem(
         cluster.device,
         sites,
         on_host,
-        waiting,
+        offloaded_sites,
         decided,
         known=program,
         clock=WorkClock(),
@@ -414,8 +414,12 @@ def _finished(
     short: Shortened | None,
 ) -> SearchResult:
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
-    sites, waiting = step_problem.sites, step_problem.waiting
-    retention = RetentionCodec(step_problem.traced_program).said(sites, waiting) if sites or waiting else {}
+    sites, offloaded_sites = step_problem.sites, step_problem.offloaded_sites
+    retention = (
+        RetentionCodec(step_problem.traced_program).said(sites, offloaded_sites)
+        if sites or offloaded_sites
+        else {}
+    )
     split = step_problem.traced
     decisions = found.on_mesh.codec.decisions(found.labels)
     arguments = {argument.name: decisions.arguments[argument.name] for argument in step.arguments}

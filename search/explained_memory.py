@@ -64,7 +64,7 @@ class MemoryPrices:
     def retention(self, name: str) -> Estimated | None:
         """The price of the contrary for a class of forward ops; None if it holds no residual."""
         sites = frozenset(self._sites.get(name, ()))
-        if sites & self.found.problem.waiting:
+        if sites & self.found.problem.offloaded_sites:
             return self._kept_on_device(sites)
         if sites & self.found.problem.sites:
             return self._kept(name, sites)
@@ -209,7 +209,7 @@ class MemoryPrices:
         """The residuals of the traced step, under the plan's strategies; if the plan rewrites the step, under the fastest
         ones without a cap."""
         problem, on_mesh, labels = self.found.problem, self.found.on_mesh, self.found.chosen
-        if problem.sites or problem.hosted or problem.waiting:
+        if problem.sites or problem.hosted or problem.offloaded_sites:
             resharder = on_mesh.memory.costed.resharder
             problem = StepProblem.of(
                 problem.traced,

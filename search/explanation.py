@@ -80,7 +80,7 @@ def explain(found: SearchResult, name: str, place: str = "plan") -> Explanation:
         host=None if own_bytes is None else memory.host(name, own_bytes),
         more_memory=memory.more(),
         step_s=found.plan.estimates.step_s,
-        is_upper=bool(found.problem.sites or found.problem.waiting or found.problem.hosted),
+        is_upper=bool(found.problem.sites or found.problem.offloaded_sites or found.problem.hosted),
     )
 
 

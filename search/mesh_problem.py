@@ -131,7 +131,7 @@ class StepProblem:
       known: the traced step, folded as it is, where that was done before.
       sites: what of it is recomputed in the backward phase.
       hosted: the arguments that rest in the host's memory.
-      waiting: the ops whose results wait there for the backward phase.
+      offloaded_sites: the ops whose results wait there for the backward phase.
       rewritten: the step that does all this.
       graph: who decides in it.
       kernels: its kernels.
@@ -146,7 +146,7 @@ class StepProblem:
     known: FoldedProgram | None
     sites: frozenset[Site]
     hosted: frozenset[int]
-    waiting: frozenset[Site]
+    offloaded_sites: frozenset[Site]
     rewritten: Offloaded
     graph: StrategyGraph
     kernels: Kernels
@@ -163,7 +163,7 @@ class StepProblem:
         device: Device,
         sites: frozenset[Site] = frozenset(),
         hosted: frozenset[int] = frozenset(),
-        waiting: frozenset[Site] = frozenset(),
+        offloaded_sites: frozenset[Site] = frozenset(),
         decided: Sequence[Any] = (),
         known: FoldedProgram | None = None,
         clock: SearchClock = PROCESSOR,
@@ -178,14 +178,14 @@ class StepProblem:
           device: what it will run on.
           sites: what to recompute in the backward phase.
           hosted: the arguments to rest in the host's memory.
-          waiting: ops of the forward phase whose results wait there for the backward phase.
+          offloaded_sites: ops of the forward phase whose results wait there for the backward phase.
           decided: per argument, what is decided of it: those that differ are taken apart, no op is.
           known: the step folded as it is, where that was done before.
           clock: by which searches for it go.
           like: of the step that stands for it: it is folded as that.
           as_run: the flat program as it is run, where that is not as one.
         """
-        residuals = frozenset(v for (i,) in waiting for v in step.graph.ops[i].outputs)
+        residuals = frozenset(v for (i,) in offloaded_sites for v in step.graph.ops[i].outputs)
         rewritten = offloaded(recomputed(step, sites), hosted, residuals)
         program = as_run(flatten(rewritten.step))
         folded = fold(program, marks) if like is None else folded_like(program, like)
@@ -195,7 +195,7 @@ class StepProblem:
         live_ranges = LiveRanges(graph, fusion)
         items = live_ranges.items(), live_ranges.host_items()
         clock.spend(OP_S * len(folded.program.ops))
-        given = step, tuple(marks), known, sites, hosted, waiting
+        given = step, tuple(marks), known, sites, hosted, offloaded_sites
         return cls(*given, rewritten, graph, kernels(fusion, groups), live_ranges, *items, clock)
 
     def on_devices(self, device: Device) -> "StepProblem":
@@ -229,7 +229,7 @@ class StepProblem:
     @cached_property
     def traced_program(self) -> FoldedProgram:
         """The traced step, folded as it is."""
-        if not (self.sites or self.hosted or self.waiting):
+        if not (self.sites or self.hosted or self.offloaded_sites):
             return self.graph.folded
         return self.known or fold(flatten(self.traced), self.marks)
 
@@ -330,7 +330,7 @@ class MeshProblem:
     ) -> tuple[branch_and_bound.Solution, Prediction | None]:
         """The cheapest of the kept strategies that fit, as the kernels of a device tell.
 
-        Where strategies hold less than `surely_fits_bytes` in program order, these are not asked, and there is no prediction.
+        Strategies that hold less than `surely_fits_bytes` in program order are taken without a prediction of their kernels.
         Where the first ones do not fit and are faster than the cutoff by less than is certified, no others are looked for.
         Where they need little more than fits, others are looked for up to `EXTRA_S` longer than the time limit.
 

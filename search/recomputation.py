@@ -79,14 +79,14 @@ VISIBLE_SHARE = 0.25
 """Of such copies, what a step takes longer for at least. Source: 0.23 to 0.32 are predicted for GPTs of 12 to 64 layers
 on one H100, A100 or L4 and on two V100s, where copies take 0.1 to 0.5 of the step."""
 
-WAITING_GAP = 0.02
+OFFLOADING_GAP = 0.02
 """By what share a choice of residuals that wait on the host has to promise more than there is. Source: a choice of ours; how
 much of the copies hides is a guess, and its steps take long to search."""
 
-MAX_WAITING = 2
+MAX_OFFLOADING = 2
 """How many choices of residuals that wait on the host are built in one go. Source: a choice of ours."""
 
-LEAST_WAITING_BYTES = 1 << 20
+LEAST_OFFLOADED_BYTES = 1 << 20
 """Of a residual on a device that waits on the host. Source: a choice of ours; smaller copies are mostly latency."""
 
 
@@ -115,7 +115,7 @@ class Candidate:
       cost_s: an estimate of computation and communication; infinite where even so nothing seemed to fit.
       more_s: of that, what is computed again.
       saved_bytes: what is no longer kept on the device.
-      waiting: ops whose results wait in the host's memory.
+      offloaded_sites: ops whose results wait in the host's memory.
     """
 
     uncapped: UncappedSolution
@@ -123,7 +123,7 @@ class Candidate:
     cost_s: float
     more_s: float
     saved_bytes: float
-    waiting: frozenset[Site] = frozenset()
+    offloaded_sites: frozenset[Site] = frozenset()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class Candidate:
     @property
     def margin(self) -> float:
         """By what share it has to be estimated faster than a plan, to be worth building."""
-        return WAITING_GAP if self.waiting else RELATIVE_GAP
+        return OFFLOADING_GAP if self.offloaded_sites else RELATIVE_GAP
 
 
 def without_cap(
@@ -160,9 +160,9 @@ def without_cap(
 def in_order(found: Iterable[Candidate]) -> list[Candidate]:
     """The most promising first; then what waits on the host; last, of what nothing can be said of, the most frugal."""
     best_first = sorted(found, key=lambda c: (c.cost_s, -c.saved_bytes))
-    again = [c for c in best_first if not c.waiting]
+    again = [c for c in best_first if not c.offloaded_sites]
     known = sum(c.cost_s < np.inf for c in again)
-    return [*again[:known], *[c for c in best_first if c.waiting][:MAX_WAITING], *again[known:]]
+    return [*again[:known], *[c for c in best_first if c.offloaded_sites][:MAX_OFFLOADING], *again[known:]]
 
 
 class Estimates:
@@ -219,19 +219,19 @@ class Estimates:
             yield from self._estimated(choice)
 
     def candidates(
-        self, cutoff_s: float = math.inf, may_recompute: bool = True, may_wait: bool = False
+        self, cutoff_s: float = math.inf, may_recompute: bool = True, may_offload: bool = False
     ) -> list[Candidate]:
         """What may be recomputed, and, by each such choice and by none, what may wait on the host.
 
         Args:
           cutoff_s: what they should stay below.
           may_recompute: whether anything may be.
-          may_wait: whether residuals may.
+          may_offload: whether residuals may.
         """
         self.cutoff_s = cutoff_s
         again = [*self._recomputing()] if may_recompute else []
-        waiting = [(frozenset[Site](), 0.0, 0.0), *((c.sites, c.saved_bytes, c.more_s) for c in again)]
-        found = [c for one in waiting for c in self._waiting(*one)] if may_wait else []
+        choices = [(frozenset[Site](), 0.0, 0.0), *((c.sites, c.saved_bytes, c.more_s) for c in again)]
+        found = [c for one in choices for c in self._offloading(*one)] if may_offload else []
         return [*again, *found]
 
     def _recomputing(self) -> Iterator[Candidate]:
@@ -291,36 +291,40 @@ class Estimates:
             self.cutoff_s = min(self.cutoff_s, cost_s)
             yield Candidate(self.uncapped, choice.sites, cost_s, more_s, saved_bytes)
 
-    def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
+    def _offloading(
+        self, sites: frozenset[Site], saved_bytes: float, recompute_s: float
+    ) -> Iterator[Candidate]:
         """The same with as much of what is kept on the host as is too much for the device."""
-        missing_bytes, worth = self.missing_bytes - saved_bytes, self._worth_waiting(sites)
+        missing_bytes, worth = self.missing_bytes - saved_bytes, self._worth_offloading(sites)
         if missing_bytes <= 0 or not worth:
             return
         missing_bytes += WINDOW * max(num_bytes for _, num_bytes in worth)
-        waiting, moved_bytes = set[Site](), 0.0
+        offloaded_sites, moved_bytes = set[Site](), 0.0
         for site, num_bytes in worth:
             if moved_bytes < missing_bytes:
-                waiting.add(site)
+                offloaded_sites.add(site)
                 moved_bytes += num_bytes
         link = self.on_mesh.memory.costed.resharder.mesh.cluster.host_link
         hidden_s = HIDING_SHARE * self.uncapped.cost_s
         copied_s = 2 * float(link.copy_s(moved_bytes))
         visible_s = max(VISIBLE_SHARE * copied_s, copied_s - hidden_s)
         cost_s = self.uncapped.cost_s + recompute_s + visible_s
-        again = frozenset[Site]().union(*(part.made_again(sites, frozenset(waiting)) for part in self.parts))
+        again = frozenset[Site]().union(
+            *(part.made_again(sites, frozenset(offloaded_sites)) for part in self.parts)
+        )
         fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
         yield Candidate(
-            self.uncapped, again, fits_s, recompute_s, saved_bytes + moved_bytes, frozenset(waiting)
+            self.uncapped, again, fits_s, recompute_s, saved_bytes + moved_bytes, frozenset(offloaded_sites)
         )
 
-    def _worth_waiting(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
+    def _worth_offloading(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
         """What may wait of what is kept, with its bytes: first what nothing is computed from on the fly, of that what is
         made first, as it waits longest."""
         found = [
             (part.is_read_as_it_is(site), site, num_bytes)
             for part in self.parts
             for site, num_bytes in part.kept(sites)
-            if not part.is_loop and len(site) == 1 and num_bytes >= LEAST_WAITING_BYTES
+            if not part.is_loop and len(site) == 1 and num_bytes >= LEAST_OFFLOADED_BYTES
         ]
         return [(site, num_bytes) for _, site, num_bytes in sorted(found, key=lambda one: not one[0])]
 

@@ -182,7 +182,7 @@ class StepSearch:
                 self.finer.uncapped(baseline, uncapped),
                 Deadline.after(time_limit_s, self.clock),
             )
-        if self.options.remat == "never" and not self._may_wait:
+        if self.options.remat == "never" and not self._may_offload:
             self.trials.under_cap(step_problem, baseline.deferred, deadline)
             return lambda: step_problem
         if cannot_fit:
@@ -196,11 +196,11 @@ class StepSearch:
             self._attempts(step_problem, Deadline.after(LEAST_ATTEMPT_S, self.clock)).make([most])
         self.watch.lap("recompute")
         if is_first:
-            self.savings = tuple(c for c in found if not c.waiting)
+            self.savings = tuple(c for c in found if not c.offloaded_sites)
         self.trials.under_cap(step_problem, baseline.deferred, deadline)
         if self.best is not None or not most:
             return lambda: step_problem
-        return partial(self.trials.recomputing, step_problem, most.sites, most.waiting)
+        return partial(self.trials.recomputing, step_problem, most.sites, most.offloaded_sites)
 
     def _offered(
         self,
@@ -225,7 +225,11 @@ class StepSearch:
         def offer(more: Iterable[Candidate]) -> Iterator[Candidate]:
             for candidate in more:
                 found.append(
-                    replace(candidate, sites=before(candidate.sites), waiting=before(candidate.waiting))
+                    replace(
+                        candidate,
+                        sites=before(candidate.sites),
+                        offloaded_sites=before(candidate.offloaded_sites),
+                    )
                 )
                 self.watch.lap("recompute")
                 yield found[-1]
@@ -243,7 +247,7 @@ class StepSearch:
             best_s = min((self.cutoff_s, *(c.cost_s for c in found[num_before:])))
             least_s = one.cost_s + self._least_relief_s(one, found[num_before:])
             if may_gain or self.best is None or least_s < (1 - RELATIVE_GAP) * best_s:
-                more = estimates(one).candidates(best_s, may_recompute, self._may_wait)
+                more = estimates(one).candidates(best_s, may_recompute, self._may_offload)
                 left = in_order([*left, *offer(more)])
                 yield from left[:1]
                 del left[:1]
@@ -253,7 +257,9 @@ class StepSearch:
         """What it takes to hold so much less that strategies fit, at the least, by what was found on another mesh."""
         missing_bytes = uncapped.on_mesh.memory.peak(uncapped.labels).num_bytes - self.options.memory_bytes
         enough = (c for c in found if c.saved_bytes >= missing_bytes)
-        return min((c.cost_s - c.uncapped.cost_s if c.waiting else c.more_s for c in enough), default=0.0)
+        return min(
+            (c.cost_s - c.uncapped.cost_s if c.offloaded_sites else c.more_s for c in enough), default=0.0
+        )
 
     def _cannot_fit(self, on_meshes: Sequence[MeshProblem]) -> bool:
         """Whether nothing can fit, whatever is recomputed or waits on the host."""
@@ -308,7 +314,7 @@ class StepSearch:
         return Attempts(self.trials, baseline, known, deadline)
 
     @property
-    def _may_wait(self) -> bool:
+    def _may_offload(self) -> bool:
         """Whether residuals may wait on the host."""
         offload = self.options.offload
         is_asked = offload is None or (not isinstance(offload, str) and RESIDUALS in offload)

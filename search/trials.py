@@ -242,16 +242,16 @@ class Trials:
         self.watch.lap("graph")
         return step_problem
 
-    def recomputing(self, baseline: StepProblem, sites: Sites, waiting: Sites) -> StepProblem:
+    def recomputing(self, baseline: StepProblem, sites: Sites, offloaded_sites: Sites) -> StepProblem:
         """The same with something recomputed, and something waiting on the host; made once while it is in use."""
-        key = baseline, sites, waiting
+        key = baseline, sites, offloaded_sites
         step_problem = self._rewritten.get(key) or StepProblem.of(
             baseline.traced,
             self.marks,
             self.cluster.device,
             sites,
             baseline.hosted,
-            waiting,
+            offloaded_sites,
             known=baseline.traced_program,
             clock=self.clock,
         )

@@ -401,10 +401,10 @@ def test_copies_to_the_host_are_never_expected_to_hide_altogether(monkeypatch):
     cap_bytes = int(0.8 * found(False, None).plan.estimates.peak_bytes)
     near = replace(CLUSTER, host_link=replace(CLUSTER.host_link, bytes_per_s=1e12))
     driver.find(traced(False), near, Options(cap_bytes, (8,), microbatches=1))
-    saved_bytes = {0.0: 0.0} | {one.more_s: one.saved_bytes for one in offered if not one.waiting}
-    waiting = [one for one in offered if one.waiting and one.cost_s < np.inf]
-    assert waiting
-    for one in waiting:
+    saved_bytes = {0.0: 0.0} | {one.more_s: one.saved_bytes for one in offered if not one.offloaded_sites}
+    offloading = [one for one in offered if one.offloaded_sites and one.cost_s < np.inf]
+    assert offloading
+    for one in offloading:
         copied_s = 2 * near.host_link.copy_s(one.saved_bytes - saved_bytes[one.more_s])
         assert one.cost_s - one.uncapped.cost_s - one.more_s >= 0.2 * copied_s > 0
 
@@ -452,7 +452,7 @@ def built_of(monkeypatch, saved_bytes, left_s, improve):
     offered = [Candidate(uncapped, frozenset({(n,)}), 1.0, 0.0, saved) for n, saved in enumerate(saved_bytes)]
     by_sites = {one.sites: one.saved_bytes for one in offered}
 
-    def recomputing(trials, baseline, sites, waiting):
+    def recomputing(trials, baseline, sites, offloaded_sites):
         built.append(by_sites[sites])
         return baseline
 
@@ -513,8 +513,8 @@ def test_another_mesh_is_not_estimated_where_it_would_be_too_slow_with_what_it_m
         Candidate(uncapped, frozenset(), 1.3, more_s, saved) for more_s, saved in ((0.2, 60.0), (0.1, 40.0))
     ]
     assert search._least_relief_s(uncapped, found) == 0.2
-    waiting = Candidate(uncapped, frozenset(), 1.05, 0.0, 60.0, frozenset({(0,)}))
-    assert search._least_relief_s(uncapped, [*found, waiting]) == pytest.approx(0.05)
+    offloading = Candidate(uncapped, frozenset(), 1.05, 0.0, 60.0, frozenset({(0,)}))
+    assert search._least_relief_s(uncapped, [*found, offloading]) == pytest.approx(0.05)
     assert search._least_relief_s(uncapped, found[1:]) == 0.0
 
 
