@@ -22,7 +22,7 @@ from autoshard.search.mesh_problem import UNKNOWN, Known, MeshProblem, StepProbl
 from autoshard.search.recomputation import Candidate
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
-from autoshard.search.trials import Trials, said_of
+from autoshard.search.trials import Trials, progress_prefix
 from autoshard.search.warm_starts import for_rewritten_step
 
 ATTEMPT_SHARE = 0.4
@@ -135,7 +135,7 @@ class Attempts:
             f"{len(candidate.offloaded_sites)} residuals on the host, " if candidate.offloaded_sites else ""
         )
         recomputes = f"recomputing {len(candidate.sites)} ops on mesh {format_mesh(candidate.shape)}"
-        trials.progress(f"{said_of(self.baseline.traced)}{waits}{recomputes}")
+        trials.progress(f"{progress_prefix(self.baseline.traced)}{waits}{recomputes}")
         self.built.append(candidate)
         step_problem = trials.recomputing(self.baseline, candidate.sites, candidate.offloaded_sites)
         on_mesh = trials.put_on(step_problem, candidate.shape)

@@ -46,11 +46,11 @@ from autoshard.search.stopwatch import Stopwatch
 from autoshard.search.trials import Trials
 from autoshard.search.warm_starts import for_whole_step, passed_between_layers
 
-ROOM = 0.1
+UNUSED_SHARE = 0.1
 """Of the cap: where few layers leave so much, each standing for many, all are searched for what needs less to wait. Source:
 a choice of ours."""
 
-FAR = 1.5
+MAX_SHORT_PEAK = 1.5
 """Times the cap: where few layers hold more at the least, all are not searched. Source: a choice of ours; what is decided
 otherwise in one layer than in its like saves a share of what layers hold."""
 
@@ -84,10 +84,10 @@ class SearchResult:
         return replace(self, plan=replace(self.plan, gap=gap), bound_s=bound_s)
 
     @property
-    def holds_little(self) -> bool:
+    def leaves_memory_unused(self) -> bool:
         """Whether residuals wait on the host, and so many of them that fewer might do."""
         room_bytes = self.plan.memory_bytes - self.plan.estimates.peak_bytes
-        return bool(self.problem.offloaded_sites) and room_bytes > ROOM * self.plan.memory_bytes
+        return bool(self.problem.offloaded_sites) and room_bytes > UNUSED_SHARE * self.plan.memory_bytes
 
     def waited(self, part: str, seconds: float) -> "SearchResult":
         """With what its user has waited for besides."""
@@ -174,16 +174,16 @@ def find(
       InputError: the mesh or a pin does not suit the cluster or the step.
     """
     watch = Stopwatch(step.trace_s)
-    short = shortened(step, _told_apart(step, _said(options)))
+    short = shortened(step, _equivalence_keys(step, _options_json(options)))
     watch.lap("graph")
     few, refused = None, list[InfeasibleError]()
     try:
         few = _by_few_layers(step, short, cluster, options, progress, watch) if short else None
     except InfeasibleError as e:
-        if e.smallest_bytes > FAR * options.memory_bytes:
+        if e.smallest_bytes > MAX_SHORT_PEAK * options.memory_bytes:
             raise
         refused.append(e)
-    if few and not few.holds_little:
+    if few and not few.leaves_memory_unused:
         return few
     if short:
         progress("all layers")
@@ -312,8 +312,8 @@ def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepPro
     Where a plan tells apart what one op stands for, the whole step is folded as the one that would stand for it. A plan of a
     search that went through all layers has names of its own.
     """
-    waits = any("offload" in said for said in plan.decisions.retention.values())
-    short = None if waits else shortened(step, _told_apart(step, plan.options))
+    offloads = any("offload" in entry for entry in plan.decisions.retention.values())
+    short = None if offloads else shortened(step, _equivalence_keys(step, plan.options))
     wrong: list[PlanError] = []
     for read in (partial(_as_searched, step, short), partial(_as_edited, short)) if short else ():
         try:
@@ -337,8 +337,8 @@ def _as_searched(step: Step, short: Shortened, plan: Plan, cluster: Cluster, pla
       CoarseError: the plan tells apart what one op or argument stands for.
       PlanError: the plan says what makes no sense there.
     """
-    said = dict(zip((a.name for a in step.arguments), apart(step, plan.decisions), strict=True))
-    if any(said[name] != said[a.name] for a in short.step.arguments for name in a.alike):
+    keys = dict(zip((a.name for a in step.arguments), apart(step, plan.decisions), strict=True))
+    if any(keys[name] != keys[a.name] for a in short.step.arguments for name in a.alike):
         raise CoarseError
     return _step_problem(short.step, plan, cluster, place)
 
@@ -364,9 +364,9 @@ def _step_problem(
     split = _in_microbatches(step, plan, place)
     sites = offloaded_sites = frozenset[Site]()
     program = folded_like(flatten(split), like.traced_program) if like else None
-    if said := plan.decisions.retention:
+    if retention := plan.decisions.retention:
         program = program or fold(flatten(split), marks)
-        sites, offloaded_sites = RetentionCodec(program).read(said, place)
+        sites, offloaded_sites = RetentionCodec(program).read(retention, place)
     on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
@@ -397,9 +397,9 @@ def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
     try:
         return reconciled(on_mesh.problem, kept, codec.firmness(plan.decisions, plan.edited), EDITED)
     except ContradictionError as e:
-        said = [f"{codec.names[node][0]!r} as {codec.said(node, plan.decisions)!r}" for node in e.nodes]
+        edits = [f"{codec.names[node][0]!r} as {codec.said(node, plan.decisions)!r}" for node in e.nodes]
         raise PlanError(
-            f"{place}: {' and '.join(said)} contradict each other, and both were edited. Undo one of the two, or delete "
+            f"{place}: {' and '.join(edits)} contradict each other, and both were edited. Undo one of the two, or delete "
             "it to have it decided anew"
         ) from e
 
@@ -428,7 +428,7 @@ def _finished(
         fingerprint=fingerprint(step),
         jax=jax.__version__,
         cluster=cluster.to_json(),
-        options=_said(options),
+        options=_options_json(options),
         meshes=meshes,
         memory_bytes=options.memory_bytes,
         executor=JIT,
@@ -456,7 +456,7 @@ def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:
     return [str(pins.get(a.name, "")) for a in step.arguments]
 
 
-def _told_apart(step: Step, options: Mapping[str, Any]) -> list[Any]:
+def _equivalence_keys(step: Step, options: Mapping[str, Any]) -> list[Any]:
     """Per argument, what keeps it from standing for others: its pin, or that it is named to rest on the host."""
     offload = options.get("offload", ())
     named = () if isinstance(offload, str) else tuple(offload)
@@ -464,17 +464,17 @@ def _told_apart(step: Step, options: Mapping[str, Any]) -> list[Any]:
     return list(zip(_marks(step, options.get("pin", {})), is_named, strict=True))
 
 
-def _said(options: Options) -> dict[str, Any]:
+def _options_json(options: Options) -> dict[str, Any]:
     """The options that were given, JSON-ready."""
-    said: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if options.mesh is not None:
-        said["mesh"] = list(options.mesh)
+        given["mesh"] = list(options.mesh)
     if options.remat is not None:
-        said["remat"] = options.remat
+        given["remat"] = options.remat
     if options.offload is not None:
-        said["offload"] = options.offload if isinstance(options.offload, str) else list(options.offload)
+        given["offload"] = options.offload if isinstance(options.offload, str) else list(options.offload)
     if options.microbatches is not None:
-        said["microbatches"] = options.microbatches
+        given["microbatches"] = options.microbatches
     if options.pins:
-        said["pin"] = {name: str(spec) for name, spec in sorted(options.pins.items())}
-    return said
+        given["pin"] = {name: str(spec) for name, spec in sorted(options.pins.items())}
+    return given

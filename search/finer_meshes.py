@@ -41,7 +41,7 @@ choice of ours; of what is promised on 512 H100s, that is 1.0 to 1.2 for nine of
 examples, and 1.5 to 35 for six others, three of which are 6 to 17% faster on another mesh than on the first two splits of
 the best one."""
 
-WORTH = 1e-3
+MIN_GAIN = 1e-3
 """By what share a mesh of three axes has to be faster than the best plan. Source: a choice of ours; two axes are simpler."""
 
 HELD_TO_CAP = 0.02
@@ -121,7 +121,7 @@ class FinerMeshes:
     ) -> list[UncappedSolution]:
         """Looks for strategies without a cap on a mesh that are better than those found; those that do not fit."""
         trials = self.trials
-        cutoff_s = (1 - WORTH) * min(trials.cutoff_s, *(one.cost_s for one in found))
+        cutoff_s = (1 - MIN_GAIN) * min(trials.cutoff_s, *(one.cost_s for one in found))
         better, bounds_s = without_cap([on_mesh], trials.pins, cutoff_s, deadline, known)
         for shape, bound_s in bounds_s.items():
             self.floors_s[shape] = max(bound_s, self.floors_s.get(shape, -math.inf))
@@ -169,7 +169,7 @@ class FinerMeshes:
                     if best.on_mesh.shape in trials.shapes:
                         known = replace(known, start=for_finer_mesh(best.on_mesh, best.labels, on_mesh))
                     bound_s, _ = trials.improve(
-                        best.step_problem, on_mesh, deadline.left_s, known=known, worth=WORTH
+                        best.step_problem, on_mesh, deadline.left_s, known=known, min_gain=MIN_GAIN
                     )
                     self.floors_s[shape] = bound_s
         return trials.best or best, tuple(

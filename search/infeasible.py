@@ -17,7 +17,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.found import Found
-from autoshard.search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import PEAK_SLACK, WIDE_GAP, MeshProblem, StepProblem
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.plan.estimates import where
 from autoshard.search.problem.memory_rows import Peak
@@ -35,10 +35,10 @@ PEAK_SHARE = 0.4
 MAX_TIMES_DEVICES = 16
 """The largest multiple of the devices that is tried."""
 
-NEAR = 1.05
+CLOSE_TO_FLOOR = 1.05
 """Times what a mesh must hold: whoever comes so close need not look there for a smaller peak."""
 
-NEAR_ROOM = 1.15
+MET_PEAK_SLACK = 1.15
 """Times a peak that was met on the way to a smaller cap: under one no larger, a search goes another way. Source: a choice of
 ours."""
 
@@ -53,7 +53,7 @@ class Smallest:
       peak: in program order or the kernels', what is more.
       least_bytes: no mesh has a peak below this.
       untried: meshes that may have a smaller one, for which there was no time.
-      room: times the peak, a cap under which a search would find a plan.
+      slack: times the peak, a cap under which a search would find a plan.
     """
 
     on_mesh: MeshProblem
@@ -61,13 +61,13 @@ class Smallest:
     peak: Peak
     least_bytes: float
     untried: tuple[str, ...]
-    room: float = ROOM
+    slack: float = PEAK_SLACK
 
     @classmethod
     def of(cls, nearest: Found, larger: "Smallest | None") -> "Smallest":
         """What a search met that did not fit, where what was looked for since is larger."""
         least_bytes, untried = (larger.least_bytes, larger.untried) if larger else (0.0, ())
-        return cls(nearest.on_mesh, nearest.labels, nearest.peak, least_bytes, untried, NEAR_ROOM)
+        return cls(nearest.on_mesh, nearest.labels, nearest.peak, least_bytes, untried, MET_PEAK_SLACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def smallest_peak(tried: Sequence[MeshProblem], options: Options, deadline: Dead
     contradictory = []
     for n in sorted(least, key=least.__getitem__):
         on_mesh = tried[n]
-        if best and best.peak.num_bytes <= NEAR * least[n]:
+        if best and best.peak.num_bytes <= CLOSE_TO_FLOOR * least[n]:
             break
         if best and deadline.is_over:
             untried.append(format_mesh(on_mesh.shape))
@@ -139,7 +139,7 @@ def explain(
     residents = ", ".join(f"{name.replace('_', ' ')} {format_bytes(b)}" for name, b in peak.residents)
     would_fit, untried = _fitting(step_problem, cluster, options, smallest, deadline)
     if forbidden_s is not None:
-        would_fit = [f"recomputation, which remat='never' forbids ({_said(forbidden_s)})", *would_fit]
+        would_fit = [f"recomputation, which remat='never' forbids ({_step_text(forbidden_s)})", *would_fit]
     sentences = [
         f"{found} a device on {cluster.name}.",
         f"The smallest peak found is {format_bytes(peak.num_bytes)} (mesh {format_mesh(smallest.on_mesh.shape)}), at "
@@ -160,9 +160,9 @@ def _fitting(
     step_problem: StepProblem, cluster: Cluster, options: Options, smallest: Smallest, deadline: Deadline
 ) -> tuple[list[str], list[str]]:
     """The single relaxations that fit, with their step times, and those that there was no time for."""
-    cap_bytes = smallest.room * smallest.peak.num_bytes
+    cap_bytes = smallest.slack * smallest.peak.num_bytes
     step_s = smallest.on_mesh.problem.cost_s(smallest.labels)
-    fitting, untried = [f"a cap of {format_bytes(cap_bytes)} ({_said(step_s)})"], []
+    fitting, untried = [f"a cap of {format_bytes(cap_bytes)} ({_step_text(step_s)})"], []
     every = _relaxations(cluster, options, smallest.least_bytes)
     for n, alternatives in enumerate(every):
         share = deadline.share(1 / (len(every) - n))
@@ -172,7 +172,7 @@ def _fitting(
             if step_s is None:
                 untried.append(relaxation.name)
             elif step_s < inf:
-                fitting.append(f"{relaxation.name} ({_said(step_s)})")
+                fitting.append(f"{relaxation.name} ({_step_text(step_s)})")
                 break
     return fitting, untried
 
@@ -230,5 +230,5 @@ def _least_bytes(on_mesh: MeshProblem, options: Options) -> float:
     return on_mesh.memory.least_bytes(on_mesh.pinned(options.pins or {}))
 
 
-def _said(step_s: float) -> str:
+def _step_text(step_s: float) -> str:
     return f"step {format_seconds(step_s)} or less"

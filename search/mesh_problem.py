@@ -65,7 +65,7 @@ MAX_TIGHTENINGS = 10
 ROUND_SHARE = 0.75
 """Of the time left, what the solver gets before the kernels are asked: after the first round there may be another."""
 
-NEAR = 1.1
+NEARLY_FITS = 1.1
 """Times the cap: where the kernels hold less than that, other rounds are worth more time than there was. Source: a choice of
 ours; a round that begins where the last one ended takes a tenth of what the first one took."""
 
@@ -75,7 +75,7 @@ EXTRA_S = 1.0
 LEAST_ROUND_S = 0.25
 """Of that, what the solver may take before the kernels are asked."""
 
-ROOM = 1.01
+PEAK_SLACK = 1.01
 """Times the smallest peak, what strategies may hold that should hold little: with no room at all they would be slow too."""
 
 WIDE_GAP = 0.2
@@ -372,7 +372,7 @@ class MeshProblem:
                     return replace(solution, bound_s=bound_s), found
                 nearest = min(nearest, latest, key=lambda one: one.needed_bytes)
                 is_hardly_faster = solution.cost_s >= (1 - RELATIVE_GAP) * cutoff_s
-                is_near = latest.needed_bytes <= NEAR * limit_bytes
+                is_near = latest.needed_bytes <= NEARLY_FITS * limit_bytes
                 if is_hardly_faster or (last if is_near else deadline).is_over:
                     break
         solution, found = nearest.proposal
@@ -436,7 +436,7 @@ class MeshProblem:
 
         def cheapest(limit_bytes: float) -> Labels:
             left_s = ROUND_SHARE * deadline.left_s
-            return self.solve(kept, int(ROOM * limit_bytes), left_s, np.inf, rows, WIDE_GAP).labels
+            return self.solve(kept, int(PEAK_SLACK * limit_bytes), left_s, np.inf, rows, WIDE_GAP).labels
 
         least_bytes = self.memory.least_bytes(kept)
         with suppress(NoFitError):

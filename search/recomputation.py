@@ -64,7 +64,7 @@ ESTIMATE_SHARE = 0.1
 ESTIMATE_GAP = 0.01
 """Certified of an estimate's sharding: finer than what the estimate leaves out. Source: a choice of ours."""
 
-NEARLY = 0.02
+MIN_CAP_STEP = 0.02
 """Of the cap: where nothing was found under one, nothing is looked for under one that is hardly larger. Source: a choice of
 ours; it is time that ended the first look as a rule."""
 
@@ -334,7 +334,7 @@ class Estimates:
         cap_bytes = int(self.room_bytes + saved_bytes)
         if self.in_order_bytes <= cap_bytes:
             return self.uncapped.cost_s
-        is_too_little = cap_bytes <= self.too_little_bytes + NEARLY * self.limit_bytes
+        is_too_little = cap_bytes <= self.too_little_bytes + MIN_CAP_STEP * self.limit_bytes
         if is_too_little or self.uncapped.cost_s >= (1 - ESTIMATE_GAP) * cutoff_s:
             return np.inf
         try:

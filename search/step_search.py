@@ -50,7 +50,7 @@ FIRST_SHARE = 0.2
 """Of the time for the step and all that recompute, what it may take to be held to the cap before these are tried. Source: a
 choice of ours; steps that recompute are often faster and sooner found."""
 
-WORTH = 0.1
+MIN_CAP_LOSS = 0.1
 """By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two
 microbatches gather each split parameter twice."""
 
@@ -448,7 +448,7 @@ class StepSearch:
         time to look for it; where there is no plan, there is."""
         if self.best is not None and self.trials.deadline.is_over:
             return False
-        return self.uncapped is not None and self.cutoff_s > (1 + WORTH) * self.uncapped.cost_s
+        return self.uncapped is not None and self.cutoff_s > (1 + MIN_CAP_LOSS) * self.uncapped.cost_s
 
     @property
     def _needed_counts(self) -> MicrobatchCounts:

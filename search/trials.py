@@ -190,10 +190,10 @@ class Trials:
         slower than the best plan, than others that keep to the cap, or than the fastest on `MAX_MESHES` others."""
         uncapped: list[UncappedSolution] = []
         floors_s: dict[tuple[int, ...], float] = {}
-        within_s, said = math.inf, said_of(step_problem.traced)
+        within_s, prefix = math.inf, progress_prefix(step_problem.traced)
         for i, on_mesh in enumerate(self._most_promising_first(on_meshes)):
             shape, fastest = on_mesh.shape, sorted(one.cost_s for one in uncapped)
-            self.progress(f"{said}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
+            self.progress(f"{prefix}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
             cutoff_s = min(self._cutoff_on(on_mesh), within_s, *fastest[MAX_MESHES - 1 :])
             try:
                 kept, share_s = on_mesh.pinned(self.pins), UNCAPPED_SHARE * deadline.left_s
@@ -230,8 +230,8 @@ class Trials:
         for on_mesh in on_meshes:
             proven_s = self.proven_s(step_problem).get(on_mesh.shape, -math.inf)
             if proven_s < self.least_s and not (self.best and deadline.is_over):
-                said, mesh = said_of(step_problem.traced), format_mesh(on_mesh.shape)
-                self.progress(f"{said}mesh {mesh}, under the cap")
+                prefix, mesh = progress_prefix(step_problem.traced), format_mesh(on_mesh.shape)
+                self.progress(f"{prefix}mesh {mesh}, under the cap")
                 self.improve(step_problem, on_mesh, deadline.left_s, known=Known(bound_s=proven_s))
 
     def made_ready(self, step: Step) -> StepProblem:
@@ -273,7 +273,7 @@ class Trials:
         time_limit_s: float,
         surely_fits_bytes: float = 0.0,
         known: Known = UNKNOWN,
-        worth: float = 0.0,
+        min_gain: float = 0.0,
     ) -> tuple[float, bool]:
         """Looks for a plan on one mesh that is better by such a share; a lower bound on all of its plans that fit, and
         whether memory counted.
@@ -283,7 +283,7 @@ class Trials:
         limit_bytes = self.options.memory_bytes
         is_near_enough = known.start is not None and on_mesh.shape not in self.shapes
         gap = FINER_GAP if is_near_enough else RELATIVE_GAP
-        kept, cutoff_s = on_mesh.pinned(self.pins), (1 - worth) * self._cutoff_on(on_mesh)
+        kept, cutoff_s = on_mesh.pinned(self.pins), (1 - min_gain) * self._cutoff_on(on_mesh)
         try:
             solution, device = on_mesh.fitting(
                 kept, limit_bytes, time_limit_s, cutoff_s, gap, surely_fits_bytes, known
@@ -312,6 +312,6 @@ class Trials:
         self.tried.proves(step_problem, shape, bound_s)
 
 
-def said_of(step: Step) -> str:
+def progress_prefix(step: Step) -> str:
     """What a line of progress says first."""
     return f"{step.num_microbatches} microbatches, " if step.num_microbatches > 1 else ""

@@ -33,7 +33,7 @@ def found(share):
 
 
 def test_what_few_layers_say_is_put_on_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(driver, "ROOM", 1.0)  # however little is held, no more is looked for
+    monkeypatch.setattr(driver, "UNUSED_SHARE", 1.0)  # however little is held, no more is looked for
     result, said = found(0.6)
     assert "the same on all layers" in said
     assert "all layers" not in said

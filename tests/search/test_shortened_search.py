@@ -96,7 +96,9 @@ def test_where_that_fits_nothing_all_layers_are_searched():
     assert result.plan.estimates.peak_bytes <= TIGHTER_BYTES
 
 
-@pytest.mark.parametrize(("times", "is_searched"), [(driver.FAR, True), (driver.FAR + 0.1, False)])
+@pytest.mark.parametrize(
+    ("times", "is_searched"), [(driver.MAX_SHORT_PEAK, True), (driver.MAX_SHORT_PEAK + 0.1, False)]
+)
 def test_where_few_layers_hold_far_more_than_fits_all_are_not_searched(times, is_searched, monkeypatch):
     searched = list[bool]()
 
