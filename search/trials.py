@@ -1,9 +1,9 @@
-"""What has been tried of one step's plans, and how more is tried.
+"""The trials of one search: a step's solutions on each mesh, the best plan so far, and the proven bounds.
 
-A step is made ready once for all meshes, put on each, and solved there without a cap first, by what is left of the time: the
-fastest of these plans that fits is the best so far, and whatever is tried next has to be faster. Meshes whose fastest plans
-do not fit are put off: what they can do under the cap takes longer to find out, and something else may be faster then. Of
-the meshes worth trying the most promising comes first, and ties go to the first.
+A step is prepared once for all meshes and solved on each mesh without a cap. The fastest of these solutions that fits
+is the best plan so far, and every later trial must beat it. A mesh whose fastest solution does not fit is deferred: to
+solve it under the cap takes longer, and another step or mesh may be faster by then. The most promising mesh comes
+first; ties go to the first in order.
 """
 
 import math
@@ -33,39 +33,40 @@ from autoshard.search.stopwatch import Stopwatch
 from autoshard.search.tried import Tried
 
 UNCAPPED_SHARE = 0.1
-"""Of the time left, what a mesh may take without a cap. Source: a choice of ours; most take less, and what takes longer may
-be easier under the cap."""
+"""Share of the time left that one mesh may take without a cap. Source: a choice of ours; most meshes take less, and a
+slow one may be easier under the cap."""
 
 ALIKE = 0.05
-"""Meshes whose bounds differ by less promise alike. Source: a choice of ours; first bounds are not tight."""
+"""Meshes whose lower bounds differ by less than this share count as equally promising. Source: a choice of ours; first
+bounds are not tight."""
 
 SURE_SHARE = 0.7
-"""Of the cap: strategies that hold no more in program order are taken to fit, and only the kernels of the best ones are
-simulated; should those not fit, all are asked. Source: a choice of ours; kernels seldom hold 1.4 times as much, but where
-arrays come from the host."""
+"""Strategies whose peak in program order is below this share of the cap are taken to fit. Only the kernels of the best
+ones are simulated; if those do not fit, all are simulated. Source: a choice of ours; kernels seldom need 1.4 times as
+much, except for arrays that come from the host."""
 
 FINER_GAP = 0.01
-"""What is certified of a step that recomputes on a mesh of three axes. Source: a choice of ours; half of it takes several
+"""Certified gap of a warm-started solution on a mesh of three axes. Source: a choice of ours; half of it takes several
 times as long."""
 
 Sites = frozenset[Site]
-"""Of ops of the traced step."""
+"""Ops of the traced step."""
 
 Bounds = Mapping[tuple[int, ...], float]
-"""Lower bounds by mesh, in seconds."""
+"""Lower bounds in seconds, by mesh."""
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A step that recomputes nothing, tried on all meshes.
+    """A step without extra recomputation, tried on all meshes.
 
     Attributes:
-      step_problem: of the step.
-      on_meshes: on each mesh.
-      uncapped: the fastest strategies without a cap where the cap makes a difference, the fastest first.
-      deferred: the meshes of these that were not tried under the cap, the most promising first.
-      found: the plans that were each better than the one before.
-      floors_s: on its plans without a cap, by mesh.
+      step_problem: the prepared step.
+      on_meshes: its problem on each mesh.
+      uncapped: solutions without a cap that the cap forbids or may forbid, the fastest first.
+      deferred: meshes that were not tried under the cap, the most promising first.
+      found: plans, each better than the one before it.
+      floors_s: lower bounds on plans without a cap, by mesh.
     """
 
     step_problem: StepProblem
@@ -77,25 +78,25 @@ class Baseline:
 
 
 class Trials:
-    """All that is tried of one step.
+    """All trials of one step.
 
     Attributes:
-      step: it, as it was traced.
-      marks: per argument, what keeps it and the ops around it apart from others: its pin.
-      cluster: where it will run.
-      options: what is asked for.
-      pins: of these, how arguments must rest.
-      progress: called with a line for all that is tried.
-      watch: what takes how long.
+      step: the traced step.
+      marks: per argument, its pin. Arguments with different pins are in different equivalence classes.
+      cluster: the cluster that will run the step.
+      options: the options of the search.
+      pins: the specs in which arguments must rest.
+      progress: called with a line for each trial.
+      watch: the time of each part of the search.
       best: the best plan so far.
-      nearest: of what did not fit, by the kernels of a device, what holds least.
-      hosted: the arguments that rest in the host's memory in what is tried next.
+      nearest: among solutions that do not fit, the one whose kernels need the least memory.
+      hosted: arguments that rest in host memory in the next trials.
       shapes: the meshes to try.
-      gains_s: of steps that recompute: by how much they are estimated to be faster for it.
-      clock: by which all limits count.
+      gains_s: estimated seconds by which recomputation makes a step faster.
+      clock: the clock of all limits.
       tried: the candidates that were tried.
-      began_s: on it, when the search began.
-      deadline: after it nothing is begun besides a plan that is there.
+      began_s: the clock's time at the start of the search.
+      deadline: no trial begins after it once there is a plan.
     """
 
     def __init__(
@@ -124,16 +125,16 @@ class Trials:
 
     @property
     def cutoff_s(self) -> float:
-        """What a better plan has to stay below."""
+        """Seconds that a better plan must stay below."""
         return self.best.cost_s if self.best else math.inf
 
     @property
     def least_s(self) -> float:
-        """Bounds above this prove a best plan."""
+        """A mesh whose bound is above this cannot hold a better plan."""
         return (1 - RELATIVE_GAP) * self.cutoff_s
 
     def takes(self, found: Found) -> bool:
-        """Whether a plan is better than the best one; if so, it is the best one."""
+        """Keeps a plan if it is better than the best one; returns whether it is."""
         is_better = found.cost_s < self.cutoff_s
         self.tried.takes(found)
         if is_better:
@@ -141,12 +142,12 @@ class Trials:
         return is_better
 
     def _comes_near(self, found: Found) -> None:
-        """Takes note of strategies that do not fit, if they hold less than all before them."""
+        """Keeps strategies that do not fit if they need less memory than all before them."""
         if self.nearest is None or found.peak.num_bytes < self.nearest.peak.num_bytes:
             self.nearest = found
 
     def baseline(self, step: Step, time_limit_s: float) -> Baseline:
-        """Looks for better plans of a step that recomputes nothing, among those that are fastest without a cap."""
+        """Looks for better plans of a step without extra recomputation, among its fastest strategies without a cap."""
         step_problem = self.made_ready(step)
         on_meshes = tuple(self.put_on(step_problem, shape) for shape in self.shapes)
         before = self.best
@@ -165,7 +166,7 @@ class Trials:
         time_limit_s: float,
         surely_fits_bytes: float,
     ) -> Baseline:
-        """The same, mesh by mesh; what holds so little is taken to fit."""
+        """Tries a baseline mesh by mesh. Strategies below `surely_fits_bytes` are taken to fit."""
         deadline = Deadline.after(time_limit_s, self.clock)
         uncapped, floors_s = self._without_cap(on_meshes, step_problem, deadline)
         found, memory_bound, tried = list[Found](), list[UncappedSolution](), set[MeshProblem]()
@@ -186,8 +187,11 @@ class Trials:
     def _without_cap(
         self, on_meshes: Sequence[MeshProblem], step_problem: StepProblem, deadline: Deadline
     ) -> tuple[list[UncappedSolution], Bounds]:
-        """Good strategies on each mesh without a cap, the fastest first, and a bound for every mesh; none where they are
-        slower than the best plan, than others that keep to the cap, or than the fastest on `MAX_MESHES` others."""
+        """Good strategies on each mesh without a cap, the fastest first, and a lower bound for every mesh.
+
+        A mesh has no solution here if it is slower than the best plan, than a solution that keeps to the cap, or than
+        `MAX_MESHES` other solutions.
+        """
         uncapped: list[UncappedSolution] = []
         floors_s: dict[tuple[int, ...], float] = {}
         within_s, prefix = math.inf, progress_prefix(step_problem.traced)
@@ -207,11 +211,12 @@ class Trials:
         return sorted(uncapped, key=lambda one: one.cost_s), floors_s
 
     def _is_within(self, uncapped: UncappedSolution) -> bool:
-        """Whether strategies keep to the cap in program order."""
+        """True if strategies keep to the cap in program order."""
         return uncapped.on_mesh.memory.peak(uncapped.labels).num_bytes <= self.options.memory_bytes
 
     def _most_promising_first(self, on_meshes: Sequence[MeshProblem]) -> list[MeshProblem]:
-        """What is found first makes short work of what promises less; of those that promise alike the simplest is first."""
+        """Orders meshes so that good solutions come early and cut off later meshes. Of equally promising meshes, the
+        simplest comes first."""
         if len(on_meshes) == 1:
             return list(on_meshes)
         left = {one: one.promised_s(one.pinned(self.pins)) for one in on_meshes}
@@ -226,7 +231,7 @@ class Trials:
     def under_cap(
         self, step_problem: StepProblem, on_meshes: Iterable[MeshProblem], deadline: Deadline
     ) -> None:
-        """Looks for better plans on meshes that promise some."""
+        """Looks for better plans under the cap on meshes whose bounds allow them."""
         for on_mesh in on_meshes:
             proven_s = self.proven_s(step_problem).get(on_mesh.shape, -math.inf)
             if proven_s < self.least_s and not (self.best and deadline.is_over):
@@ -235,7 +240,7 @@ class Trials:
                 self.improve(step_problem, on_mesh, deadline.left_s, known=Known(bound_s=proven_s))
 
     def made_ready(self, step: Step) -> StepProblem:
-        """A step that recomputes nothing, ready for all meshes."""
+        """A step without extra recomputation, prepared for all meshes."""
         step_problem = StepProblem.of(
             step, self.marks, self.cluster.device, hosted=self.hosted, clock=self.clock
         )
@@ -243,7 +248,7 @@ class Trials:
         return step_problem
 
     def recomputing(self, baseline: StepProblem, sites: Sites, offloaded_sites: Sites) -> StepProblem:
-        """The same with something recomputed, and something waiting on the host; made once while it is in use."""
+        """The baseline's step with sites recomputed and residuals offloaded. It is prepared once while it is in use."""
         key = baseline, sites, offloaded_sites
         step_problem = self._rewritten.get(key) or StepProblem.of(
             baseline.traced,
@@ -260,7 +265,7 @@ class Trials:
         return step_problem
 
     def put_on(self, step_problem: StepProblem, shape: tuple[int, ...]) -> MeshProblem:
-        """The problem on a mesh; what is known of resharding there is shared by all that is tried."""
+        """The problem on a mesh. All trials share the resharding costs of a mesh."""
         on_mesh = step_problem.on(self.cluster, shape, self._resharders.get(shape))
         self._resharders[shape] = on_mesh.memory.costed.resharder
         self.watch.lap("strategies")
@@ -275,10 +280,18 @@ class Trials:
         known: Known = UNKNOWN,
         min_gain: float = 0.0,
     ) -> tuple[float, bool]:
-        """Looks for a plan on one mesh that is better by such a share; a lower bound on all of its plans that fit, and
-        whether memory counted.
+        """Looks for a better plan on one mesh. Returns a lower bound on its plans that fit, and whether the step is
+        memory-bound there.
 
-        Where there is a start on a mesh of three axes, it is content with less.
+        With a warm start on a mesh of three axes, a larger gap is enough.
+
+        Args:
+          step_problem: the prepared step.
+          on_mesh: its problem on the mesh.
+          time_limit_s: seconds for the solver.
+          surely_fits_bytes: strategies below this peak are taken to fit.
+          known: a warm start and a bound.
+          min_gain: share by which a plan must be faster than the best one.
         """
         limit_bytes = self.options.memory_bytes
         is_near_enough = known.start is not None and on_mesh.shape not in self.shapes
@@ -299,11 +312,12 @@ class Trials:
         return bound_s, is_memory_bound
 
     def _cutoff_on(self, on_mesh: MeshProblem) -> float:
-        """What the solver has to stay below, which does not know that copies may be hidden."""
+        """The solver's cutoff on a mesh. It leaves room for copies to and from the host, because the solver does not
+        know that computation may hide them."""
         return self.cutoff_s + on_mesh.least_transfer_s(on_mesh.pinned(self.pins))
 
     def proven_s(self, step_problem: StepProblem) -> Bounds:
-        """On plans of a step that fit, by mesh."""
+        """Lower bounds on plans of a step that fit, by mesh."""
         return self._proven_s.get(step_problem, {})
 
     def _prove(self, step_problem: StepProblem, shape: tuple[int, ...], bound_s: float) -> None:
@@ -313,5 +327,5 @@ class Trials:
 
 
 def progress_prefix(step: Step) -> str:
-    """What a line of progress says first."""
+    """The beginning of a progress line."""
     return f"{step.num_microbatches} microbatches, " if step.num_microbatches > 1 else ""
