@@ -410,7 +410,7 @@ def test_copies_to_the_host_are_never_expected_to_hide_altogether(monkeypatch):
 
 
 def test_a_postponed_candidate_is_tried_if_all_others_miss_the_cap(monkeypatch):
-    """What saves hardly more than a step that missed is passed over; it may be the only one that fits."""
+    """A candidate that saves hardly more than one that missed the cap may be the only one that fits."""
     offered: list[Candidate] = []
     tried: list[frozenset[Site]] = []
     built, candidates = StepProblem.of, Estimates.candidates
@@ -474,7 +474,7 @@ def test_where_time_is_over_and_there_is_no_plan_only_what_saves_more_is_tried(m
 def test_a_postponed_candidate_is_tried_if_the_best_plan_is_slower_by_more_than_estimates_err(
     monkeypatch, found_s, tried
 ):
-    """What saves 2 bytes is passed over, as what saves 1 missed; with 50 bytes saved there is a plan."""
+    """The candidate that saves 1 byte missed the cap, so that of 2 bytes is postponed. That of 50 bytes makes a plan."""
 
     def improve(trials, built):
         if built[-1] == 50.0:
