@@ -1,7 +1,8 @@
 """The search: from a traced step and a cluster to a plan.
 
-A plan that is searched is the best that `search.step_search` finds. One that is loaded is priced, solved and checked in the
-same way, with its decisions as the only strategies left.
+`find` returns the best plan of `search.step_search`. A deep step is searched as a shortened one
+(`search.problem.shortening`), and the strategies are carried to the whole step. `apply` takes a loaded plan: it prices,
+solves and checks the step in the way of a search, with the plan's decisions as the only strategies.
 """
 
 import math
@@ -18,7 +19,6 @@ from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh
 from autoshard.search.found import Found
 from autoshard.search.garbage import uncollected
-from autoshard.search.handing_over import handed_over, unseen_between_likes
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES
@@ -45,14 +45,16 @@ from autoshard.search.solver.pbqp import Labels
 from autoshard.search.step_search import StepSearch
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.search.trials import Trials
+from autoshard.search.warm_starts import for_whole_step, passed_between_layers
 
-ROOM = 0.1
-"""Of the cap: where few layers leave so much, each standing for many, all are searched for what needs less to wait. Source:
-a choice of ours."""
+UNUSED_SHARE = 0.1
+"""If residuals are offloaded and this share of the cap stays unused, the whole step is searched for a plan that
+offloads less. The shortened step is too coarse for that, because each of its layers stands for many. Source: a choice
+of ours."""
 
-FAR = 1.5
-"""Times the cap: where few layers hold more at the least, all are not searched. Source: a choice of ours; what is decided
-otherwise in one layer than in its like saves a share of what layers hold."""
+MAX_SHORT_PEAK = 1.5
+"""If the shortened step needs more than this multiple of the cap, the whole step is not searched. Source: a choice of
+ours; different decisions in represented layers save only a share of the layers' memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +63,12 @@ class SearchResult:
 
     Attributes:
       plan: the plan.
-      problem: the step that was searched, made ready.
-      on_mesh: the problem that it solves.
+      problem: the prepared step that was searched.
+      on_mesh: the problem that the plan solves.
       chosen: a strategy for each node.
-      bound_s: what the plan's gap is reckoned from, in seconds; -inf where nothing is proven.
-      short: where a step that stands for a deeper one was searched.
-      anew: names of decisions of a loaded plan that contradicted what was edited in it, and were made anew or fell away.
+      bound_s: the lower bound behind the plan's gap, in seconds; -inf if nothing is proven.
+      short: the shortened step, if one was searched.
+      anew: names of decisions of a loaded plan that contradicted its edits, and were decided anew or dropped.
     """
 
     plan: Plan
@@ -78,29 +80,29 @@ class SearchResult:
     anew: tuple[str, ...] = ()
 
     def bounded(self, bound_s: float) -> "SearchResult":
-        """The same, certified by a lower bound on what computation and communication take together under any plan."""
+        """The result, certified by a lower bound on the computation and communication of all plans."""
         cost_s = self.on_mesh.problem.cost_s(self.chosen)
         gap = max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0
         return replace(self, plan=replace(self.plan, gap=gap), bound_s=bound_s)
 
     @property
-    def holds_little(self) -> bool:
-        """Whether residuals wait on the host, and so many of them that fewer might do."""
+    def leaves_memory_unused(self) -> bool:
+        """True if residuals are offloaded and so much memory is unused that fewer might be enough."""
         room_bytes = self.plan.memory_bytes - self.plan.estimates.peak_bytes
-        return bool(self.problem.waiting) and room_bytes > ROOM * self.plan.memory_bytes
+        return bool(self.problem.offloaded_sites) and room_bytes > UNUSED_SHARE * self.plan.memory_bytes
 
     def waited(self, part: str, seconds: float) -> "SearchResult":
-        """With what its user has waited for besides."""
+        """The result with the seconds of one more part of the user's wait."""
         return replace(self, plan=replace(self.plan, search_s={**self.plan.search_s, part: seconds}))
 
     @property
     def step(self) -> Step:
-        """What runs: the traced step, with what the plan recomputes."""
+        """The step that runs: the traced step with the plan's recomputation and offloading."""
         return self.whole.problem.step
 
     @property
     def sharding(self) -> StepSharding:
-        """The plan spelled out for the executor."""
+        """The plan's shardings in full, for the executor."""
         return self.whole._sharding
 
     @cached_property
@@ -109,15 +111,15 @@ class SearchResult:
 
     @cached_property
     def whole(self) -> "SearchResult":
-        """The same with the problem of the whole step, where a shorter one stood for it.
+        """The result for the whole step, if a shortened one was searched.
 
         Raises:
-          PlanError: what is decided of one layer for many does not go together in all of them.
+          PlanError: decisions for representative layers contradict each other in the whole step.
         """
         if self.short is None:
             return self
         try:
-            return self._handed_to(self.short.whole)
+            return self._for_step(self.short.whole)
         except NoFitError as e:
             raise PlanError(
                 "the decisions for one of several equal layers contradict each other in the others. Undo the last edit, or "
@@ -125,35 +127,35 @@ class SearchResult:
             ) from e
 
     def check_goes_together(self) -> None:
-        """Checks that the whole step can take the strategies, where a shorter one stood for it, and fits with them.
+        """Checks that the strategies of a shortened step suit the whole step and fit there.
 
         Raises:
-          NoFitError: it cannot, or does not.
+          NoFitError: they do not.
         """
-        unseen = unseen_between_likes(self.on_mesh, self.chosen) if self.short else ()
-        if self.short is None or not unseen:
+        blocks = passed_between_layers(self.on_mesh, self.chosen) if self.short else ()
+        if self.short is None or not blocks:
             return
         limit_bytes = self.plan.memory_bytes
         try:
-            longer = self._handed_to(self.short.paired(unseen))
-        except CoarseError:  # it recomputes some of what one op stands for there
-            longer = self._handed_to(self.short.whole)
+            longer = self._for_step(self.short.paired(blocks))
+        except CoarseError:  # it recomputes only some of the ops that one op represents there
+            longer = self._for_step(self.short.whole)
         if longer.on_mesh.predicted(longer.chosen, limit_bytes).needed_bytes > limit_bytes:
             raise NoFitError(
                 "values that layers pass to one another take more than the memory limit", bound_s=self.bound_s
             )
 
-    def _handed_to(self, step: Step) -> "SearchResult":
-        """The same with the problem of a step for which that of the plan stands.
+    def _for_step(self, step: Step) -> "SearchResult":
+        """The result for a step that the plan's step represents.
 
         Raises:
-          NoFitError: the strategies do not go together there.
+          NoFitError: the strategies contradict each other there.
         """
         resharder = self.on_mesh.memory.costed.resharder
         cluster = resharder.mesh.cluster
         problem = _step_problem(step, self.plan, cluster, "the plan", self.problem)
         on_mesh = problem.on(cluster, self.on_mesh.shape, resharder)
-        chosen = handed_over(self.on_mesh, self.chosen, on_mesh)
+        chosen = for_whole_step(self.on_mesh, self.chosen, on_mesh)
         return replace(self, problem=problem, on_mesh=on_mesh, chosen=chosen, short=None)
 
 
@@ -166,24 +168,24 @@ def find(
     Args:
       step: the traced step.
       cluster: where it will run.
-      options: the cap, and what is fixed beforehand.
+      options: the cap, and all decisions that the user makes.
       progress: called with one line per stage.
 
     Raises:
-      InfeasibleError: nothing fits the cap; says what would.
+      InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
       InputError: the mesh or a pin does not suit the cluster or the step.
     """
     watch = Stopwatch(step.trace_s)
-    short = shortened(step, _told_apart(step, _said(options)))
+    short = shortened(step, _equivalence_keys(step, _options_json(options)))
     watch.lap("graph")
     few, refused = None, list[InfeasibleError]()
     try:
         few = _by_few_layers(step, short, cluster, options, progress, watch) if short else None
     except InfeasibleError as e:
-        if e.smallest_bytes > FAR * options.memory_bytes:
+        if e.smallest_bytes > MAX_SHORT_PEAK * options.memory_bytes:
             raise
         refused.append(e)
-    if few and not few.holds_little:
+    if few and not few.leaves_memory_unused:
         return few
     if short:
         progress("all layers")
@@ -199,14 +201,14 @@ def find(
 def _by_few_layers(
     step: Step, short: Shortened, cluster: Cluster, options: Options, progress: Progress, watch: Stopwatch
 ) -> SearchResult | None:
-    """What a search of a step that stands for it finds; nothing where the step cannot do all that few of its layers can.
+    """The best plan of the shortened step; None if its strategies or its recomputation do not suit the whole step.
 
     Raises:
       InfeasibleError: nothing fits, unless the step recomputes across layers.
     """
     with suppress(NoFitError, PlanError):
         found = _found(step, short, cluster, options, progress, watch)
-        if found.problem.waiting:  # each layer's residuals wait for another layer
+        if found.problem.offloaded_sites:  # when a layer's residuals are copied depends on its neighbours
             progress("the same on all layers")
             return _on_all_layers(found, step, cluster, options, watch)
         found.check_goes_together()
@@ -223,7 +225,7 @@ def _found(
     progress: Progress,
     watch: Stopwatch,
 ) -> SearchResult:
-    """The fastest plan of a step, or of one that stands for it, that fits."""
+    """The fastest plan that fits, of a step or of the shortened step that represents it."""
     searched = short.step if short else step
     marks = _marks(searched, options.pins or {})
     search = StepSearch(Trials(searched, marks, cluster, options, progress, options.new_clock(), watch))
@@ -237,17 +239,17 @@ def _found(
 def _on_all_layers(
     few: SearchResult, step: Step, cluster: Cluster, options: Options, watch: Stopwatch
 ) -> SearchResult:
-    """What was found of few layers, made as good as it can be on all.
+    """The shortened step's plan as a warm start for the whole step.
 
     Raises:
-      NoFitError: it does not fit there.
-      PlanError: the whole step cannot recompute what few of its layers can.
+      NoFitError: nothing fits there.
+      PlanError: the whole step cannot recompute the ops that the shortened step recomputes.
     """
     problem = _step_problem(step, few.plan, cluster, "the plan")
     watch.lap("graph")
     on_mesh = problem.on(cluster, few.on_mesh.shape, few.on_mesh.memory.costed.resharder)
     watch.lap("strategies")
-    known = Known(handed_over(few.on_mesh, few.chosen, on_mesh))
+    known = Known(for_whole_step(few.on_mesh, few.chosen, on_mesh))
     limit_bytes, kept = options.memory_bytes, on_mesh.pinned(options.pins or {})
     solution, device = on_mesh.fitting(kept, limit_bytes, options.limit_s, known=known)
     watch.lap("solve")
@@ -258,11 +260,12 @@ def _on_all_layers(
 
 
 def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> SearchResult:
-    """A loaded plan against the step that it is for: its decisions honoured, re-priced and re-checked.
+    """Applies a loaded plan to its step: keeps its decisions, prices them and checks them.
 
     Raises:
-      PlanError: the plan is for another step, or decides something impossible; two edits contradict each other.
-      InfeasibleError: what it decides does not fit its memory cap.
+      PlanError: the plan is for another step or decides something impossible, or two of its edits contradict each
+        other.
+      InfeasibleError: the decisions do not fit the plan's memory cap.
     """
     watch = Stopwatch(step.trace_s)
     check_is_for(plan, step, place)
@@ -280,7 +283,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
                 f"the decisions of {place} do not fit its cap of {format_bytes(plan.memory_bytes)} a device. "
                 "Undo the last edit, or raise memory_bytes"
             ) from e
-        labels, device = e.labels, e.predicted  # the compiler may have been asked, which has the last word
+        labels, device = e.labels, e.predicted  # the compiler, if it was asked, overrules the prediction
     watch.lap("solve")
     forced = Found(step_problem, on_mesh, labels, plan.memory_bytes, device)
     found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch, short)
@@ -295,10 +298,10 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
 
 
 def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "plan") -> tuple[str, ...]:
-    """All that a decision of a plan can be, whatever the others are.
+    """All possible choices of one decision of a plan, whatever the other decisions are.
 
     Raises:
-      PlanError: the plan is for another step, or decides nothing under this name.
+      PlanError: the plan is for another step, or has no decision of this name.
     """
     check_is_for(plan, step, place)
     step_problem, _ = _read(step, plan, cluster, place)
@@ -307,13 +310,13 @@ def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "p
 
 
 def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, Shortened | None]:
-    """The step as a plan rewrites it, made ready; or one that stands for it, which is said then.
+    """The prepared step with a plan's rewrites, and the shortened step if that one was prepared.
 
-    Where a plan tells apart what one op stands for, the whole step is folded as the one that would stand for it. A plan of a
-    search that went through all layers has names of its own.
+    A plan may decide differently for layers that one layer represents. Then the whole step is folded as the shortened
+    step would be. A plan of a search through all layers has names of its own.
     """
-    waits = any("offload" in said for said in plan.decisions.retention.values())
-    short = None if waits else shortened(step, _told_apart(step, plan.options))
+    offloads = any("offload" in entry for entry in plan.decisions.retention.values())
+    short = None if offloads else shortened(step, _equivalence_keys(step, plan.options))
     wrong: list[PlanError] = []
     for read in (partial(_as_searched, step, short), partial(_as_edited, short)) if short else ():
         try:
@@ -331,27 +334,27 @@ def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepPro
 
 
 def _as_searched(step: Step, short: Shortened, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
-    """A step that stands for the whole one as a plan rewrites it.
+    """The prepared shortened step with a plan's rewrites.
 
     Raises:
-      CoarseError: the plan tells apart what one op or argument stands for.
-      PlanError: the plan says what makes no sense there.
+      CoarseError: the plan separates ops or arguments that one op or argument represents.
+      PlanError: the plan names something that the shortened step does not have.
     """
-    said = dict(zip((a.name for a in step.arguments), apart(step, plan.decisions), strict=True))
-    if any(said[name] != said[a.name] for a in short.step.arguments for name in a.alike):
+    keys = dict(zip((a.name for a in step.arguments), apart(step, plan.decisions), strict=True))
+    if any(keys[name] != keys[a.name] for a in short.step.arguments for name in a.alike):
         raise CoarseError
     return _step_problem(short.step, plan, cluster, place)
 
 
 def _as_edited(short: Shortened, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
-    """The whole step, folded as the one that stands for it where nothing is recomputed."""
+    """The prepared whole step, folded as the shortened step without recomputation."""
     marks = _marks(short.step, plan.options.get("pin", {}))
     like = StepProblem.of(_in_microbatches(short.step, plan, place), marks, cluster.device, clock=WorkClock())
     return _step_problem(short.whole, plan, cluster, place, like)
 
 
 def _knows(step_problem: StepProblem, plan: Plan) -> bool:
-    """Whether a plan's decisions have the names that there are in a step."""
+    """True if a step has all ops and copies that a plan names."""
     names = {name for names in node_names(step_problem.graph) for name in names}
     return names.issuperset(plan.decisions.ops) and names.issuperset(plan.decisions.copies)
 
@@ -359,14 +362,14 @@ def _knows(step_problem: StepProblem, plan: Plan) -> bool:
 def _step_problem(
     step: Step, plan: Plan, cluster: Cluster, place: str, like: StepProblem | None = None
 ) -> StepProblem:
-    """The step as a plan rewrites it, made ready; folded like one that stands for it, if there is one."""
+    """The prepared step with a plan's rewrites, folded like the shortened step if one is given."""
     marks = _marks(step, plan.options.get("pin", {}))
     split = _in_microbatches(step, plan, place)
-    sites = waiting = frozenset[Site]()
-    plain = folded_like(flatten(split), like.plain) if like else None
-    if said := plan.decisions.retention:
-        plain = plain or fold(flatten(split), marks)
-        sites, waiting = RetentionCodec(plain).read(said, place)
+    sites = offloaded_sites = frozenset[Site]()
+    program = folded_like(flatten(split), like.traced_program) if like else None
+    if retention := plan.decisions.retention:
+        program = program or fold(flatten(split), marks)
+        sites, offloaded_sites = RetentionCodec(program).read(retention, place)
     on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
@@ -382,24 +385,24 @@ def _step_problem(
         cluster.device,
         sites,
         on_host,
-        waiting,
+        offloaded_sites,
         decided,
-        known=plain,
+        known=program,
         clock=WorkClock(),
         like=like.graph.folded if like else None,
     )
 
 
 def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
-    """What a plan's decisions leave, but for those that gave way to an edit."""
+    """The strategies that a plan's decisions allow, without decisions that contradict an edit."""
     codec = on_mesh.codec
     kept = codec.allowed(plan.decisions, place, plan.edited)
     try:
         return reconciled(on_mesh.problem, kept, codec.firmness(plan.decisions, plan.edited), EDITED)
     except ContradictionError as e:
-        said = [f"{codec.names[node][0]!r} as {codec.said(node, plan.decisions)!r}" for node in e.nodes]
+        edits = [f"{codec.names[node][0]!r} as {codec.said(node, plan.decisions)!r}" for node in e.nodes]
         raise PlanError(
-            f"{place}: {' and '.join(said)} contradict each other, and both were edited. Undo one of the two, or delete "
+            f"{place}: {' and '.join(edits)} contradict each other, and both were edited. Undo one of the two, or delete "
             "it to have it decided anew"
         ) from e
 
@@ -414,8 +417,12 @@ def _finished(
     short: Shortened | None,
 ) -> SearchResult:
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
-    sites, waiting = step_problem.sites, step_problem.waiting
-    retention = RetentionCodec(step_problem.plain).said(sites, waiting) if sites or waiting else {}
+    sites, offloaded_sites = step_problem.sites, step_problem.offloaded_sites
+    retention = (
+        RetentionCodec(step_problem.traced_program).said(sites, offloaded_sites)
+        if sites or offloaded_sites
+        else {}
+    )
     split = step_problem.traced
     decisions = found.on_mesh.codec.decisions(found.labels)
     arguments = {argument.name: decisions.arguments[argument.name] for argument in step.arguments}
@@ -424,7 +431,7 @@ def _finished(
         fingerprint=fingerprint(step),
         jax=jax.__version__,
         cluster=cluster.to_json(),
-        options=_said(options),
+        options=_options_json(options),
         meshes=meshes,
         memory_bytes=options.memory_bytes,
         executor=JIT,
@@ -440,7 +447,7 @@ def _finished(
 
 
 def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:
-    """The step that a plan runs, before anything is recomputed."""
+    """The step that a plan runs, before recomputation."""
     try:
         return microbatched(step, plan.decisions.microbatches)
     except InputError as e:
@@ -448,29 +455,29 @@ def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:
 
 
 def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:
-    """What keeps arguments apart. A plan repeats the pins of its search, so that both fold the step alike."""
+    """Per argument, its pin. A plan repeats the pins of its search, so that both fold the step alike."""
     return [str(pins.get(a.name, "")) for a in step.arguments]
 
 
-def _told_apart(step: Step, options: Mapping[str, Any]) -> list[Any]:
-    """Per argument, what keeps it from standing for others: its pin, or that it is named to rest on the host."""
+def _equivalence_keys(step: Step, options: Mapping[str, Any]) -> list[Any]:
+    """Per argument, the key of its equivalence class: its pin, and whether it is named to rest on the host."""
     offload = options.get("offload", ())
     named = () if isinstance(offload, str) else tuple(offload)
     is_named = [a.name.startswith(named) for a in step.arguments]
     return list(zip(_marks(step, options.get("pin", {})), is_named, strict=True))
 
 
-def _said(options: Options) -> dict[str, Any]:
-    """The options that were given, JSON-ready."""
-    said: dict[str, Any] = {}
+def _options_json(options: Options) -> dict[str, Any]:
+    """The options that the user gave, JSON-ready."""
+    given: dict[str, Any] = {}
     if options.mesh is not None:
-        said["mesh"] = list(options.mesh)
+        given["mesh"] = list(options.mesh)
     if options.remat is not None:
-        said["remat"] = options.remat
+        given["remat"] = options.remat
     if options.offload is not None:
-        said["offload"] = options.offload if isinstance(options.offload, str) else list(options.offload)
+        given["offload"] = options.offload if isinstance(options.offload, str) else list(options.offload)
     if options.microbatches is not None:
-        said["microbatches"] = options.microbatches
+        given["microbatches"] = options.microbatches
     if options.pins:
-        said["pin"] = {name: str(spec) for name, spec in sorted(options.pins.items())}
-    return said
+        given["pin"] = {name: str(spec) for name, spec in sorted(options.pins.items())}
+    return given

@@ -1,15 +1,15 @@
-"""Estimated prices of what is recomputed or rests on the host, and the worth of more memory.
+"""Estimated prices of recomputation and host memory, and the worth of more memory.
 
 Recomputation and host memory rewrite the step before it becomes a graph problem, so no label stands for them. To search
 again with one of them changed takes as long as a search. Their prices are therefore estimates:
 
-* The residuals of the step as it was traced have seconds and bytes under strategies (`search.memory.residuals`). A class of
-  ops is recomputed, or kept, with all else as the plan has it.
-* An array on the host is copied twice a step. Of these copies, as much is visible as in the plan's own simulation, or as in
-  the search's estimates if the plan has none (`search.recomputation`).
+* The residuals of the traced step have seconds and bytes under strategies (`search.memory.residuals`). A class of ops
+  is recomputed, or kept, and all other decisions stay.
+* An array on the host is copied twice a step. The visible share of these copies is that of the plan's simulation, or
+  that of the search's estimates if the plan has no copies (`search.recomputation`).
 
-More memory helps in three ways: other shardings, for which the plan's problem is solved again; less recomputation; less on
-the host. The best of the three is told.
+More memory helps in three ways: other shardings, for which the plan's problem is solved again; less recomputation; less
+on the host. The best of the three is told.
 """
 
 from collections.abc import Mapping
@@ -40,10 +40,10 @@ from autoshard.search.recomputation import HIDING_SHARE, VISIBLE_SHARE
 from autoshard.search.solver.branch_and_bound import NoFitError
 
 LIMIT_S = 5.0
-"""Nominal seconds for each problem that is solved. Source: a choice of ours; somebody waits."""
+"""Nominal seconds for each problem that is solved. Source: a choice of ours; a user waits for it."""
 
 MORE = 0.1
-"""Of the cap, the additional memory whose worth is told."""
+"""Share of the cap that the additional memory has."""
 
 
 def pinned(plan: Plan) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class MemoryPrices:
     def retention(self, name: str) -> Estimated | None:
         """The price of the contrary for a class of forward ops; None if it holds no residual."""
         sites = frozenset(self._sites.get(name, ()))
-        if sites & self.found.problem.waiting:
+        if sites & self.found.problem.offloaded_sites:
             return self._kept_on_device(sites)
         if sites & self.found.problem.sites:
             return self._kept(name, sites)
@@ -202,17 +202,21 @@ class MemoryPrices:
 
     @cached_property
     def _sites(self) -> Mapping[str, tuple[Site, ...]]:
-        return RetentionCodec(self.found.problem.plain).sites
+        return RetentionCodec(self.found.problem.traced_program).sites
 
     @cached_property
     def _residuals(self) -> tuple[Residuals, ...]:
         """The residuals of the traced step, under the plan's strategies; if the plan rewrites the step, under the fastest
         ones without a cap."""
         problem, on_mesh, labels = self.found.problem, self.found.on_mesh, self.found.chosen
-        if problem.sites or problem.hosted or problem.waiting:
+        if problem.sites or problem.hosted or problem.offloaded_sites:
             resharder = on_mesh.memory.costed.resharder
             problem = StepProblem.of(
-                problem.traced, problem.marks, self._cluster.device, known=problem.plain, clock=problem.clock
+                problem.traced,
+                problem.marks,
+                self._cluster.device,
+                known=problem.traced_program,
+                clock=problem.clock,
             )
             on_mesh = problem.on(self._cluster, on_mesh.shape, resharder)
             labels = on_mesh.solve(on_mesh.pinned(pinned(self.found.plan)), NO_CAP, LIMIT_S).labels

@@ -1,14 +1,16 @@
-"""Why a plan decides something as it does: the best plan with another choice there.
+"""The reason for one decision of a plan: the best plan with another choice there.
 
-The plan solves a graph problem on its mesh. To explain a node, its label is taken away and the problem is solved again under
-the cap. The difference of the two costs is the price of the runner-up, and the solver's lower bound gives the price a lower
-bound, too. Only changes that hang together with the explained one count: the other solution may differ elsewhere as well,
-where two choices are equally good or where the plan is not the best within its gap. Costs are pairwise. So the changed nodes
-that no chain of changed neighbours joins to the explained node add the same seconds with it and without it; they keep the
-plan's labels, unless the cap needs them changed.
+The plan solves a graph problem on its mesh. To explain a node, its label is forbidden and the problem is solved again
+under the cap. The difference of the two costs is the price of the runner-up, and the solver's lower bound gives the
+price a lower bound, too.
 
-Recomputation and host memory are no labels: they rewrite the step before it becomes a problem. Their prices are estimates
-(`search.explained_memory`).
+Only changes that belong to the explained one count. The other solution may also differ elsewhere, if two choices are
+equally good or if the plan is not the best within its gap. Costs are pairwise. So changed nodes that no chain of
+changed neighbours joins to the explained node add the same seconds with it and without it. They keep the plan's labels,
+unless the cap needs them changed.
+
+Recomputation and host memory are no labels: they rewrite the step before it becomes a problem. Their prices are
+estimates (`search.explained_memory`).
 """
 
 import math
@@ -39,13 +41,14 @@ from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.pbqp import Labels, Problem
 
 LIMIT_S = 10.0
-"""Nominal seconds for each problem that is solved for an explanation. Source: a choice of ours; somebody waits."""
+"""Nominal seconds for each problem that is solved for an explanation. Source: a choice of ours; a user waits for it."""
 
 FINE_GAP = 5e-4
-"""Certified of a runner-up. Source: a tenth of the search's gap, so that a price is known better than a plan's time."""
+"""Certified gap of a runner-up. Source: a tenth of the search's gap, so that a price is known better than a plan's
+time."""
 
 ROUNDING_SHARE = 1e-9
-"""Of a cost: sums of the same seconds in another order differ by less."""
+"""Relative error of sums of the same seconds in another order."""
 
 Kept = tuple[np.ndarray, ...]
 """Per node, the labels that are left."""
@@ -80,13 +83,13 @@ def explain(found: SearchResult, name: str, place: str = "plan") -> Explanation:
         host=None if own_bytes is None else memory.host(name, own_bytes),
         more_memory=memory.more(),
         step_s=found.plan.estimates.step_s,
-        is_upper=bool(found.problem.sites or found.problem.waiting or found.problem.hosted),
+        is_upper=bool(found.problem.sites or found.problem.offloaded_sites or found.problem.hosted),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """Another solution of the plan's problem, and the bound on all of its kind."""
+    """Another solution of the plan's problem, and a lower bound on all solutions with its choices."""
 
     labels: Labels
     bound_s: float
@@ -116,7 +119,7 @@ class _Decision:
 
     @cached_property
     def reason(self) -> str:
-        """Why the decision is not the runner-up."""
+        """The reason why the decision is not the runner-up."""
         runner_up, step_s = self.runner_up, self.found.plan.estimates.step_s
         if self._is_pinned or runner_up is None:
             return NOT_POSSIBLE
@@ -126,7 +129,7 @@ class _Decision:
 
     @cached_property
     def rules(self) -> tuple[str, ...]:
-        """What rules other choices out."""
+        """The rules that exclude other choices."""
         return (*self._pin_rule(), *self._indivisible(), *self._without_runner_up())
 
     def _pin_rule(self) -> Iterator[str]:
@@ -157,29 +160,34 @@ class _Decision:
 
     @cached_property
     def beyond_cap(self) -> Alternative | None:
-        """The best plan with another choice that does not fit, if it is the cap that decides: without it every plan with
-        this choice would be slower."""
+        """The best plan with another choice that does not fit, if the cap decides: without a cap, all plans with the
+        present choice would be slower."""
         limit_bytes = self.found.plan.memory_bytes
         cutoff_s = self.problem.cost_s(self._fitting.labels) if self._fitting else math.inf
-        free = self._without_cap(self._others, (1 - RELATIVE_GAP) * cutoff_s)
-        if free is None or self.on_mesh.predicted(free.labels, limit_bytes).needed_bytes <= limit_bytes:
+        uncapped = self._without_cap(self._others, (1 - RELATIVE_GAP) * cutoff_s)
+        if (
+            uncapped is None
+            or self.on_mesh.predicted(uncapped.labels, limit_bytes).needed_bytes <= limit_bytes
+        ):
             return None
         own = np.array([self.found.chosen[self.node]])
-        if self._fitting and self._without_cap(own, (1 + RELATIVE_GAP) * self.problem.cost_s(free.labels)):
+        if self._fitting and self._without_cap(
+            own, (1 + RELATIVE_GAP) * self.problem.cost_s(uncapped.labels)
+        ):
             return None
-        return self._alternative(free)
+        return self._alternative(uncapped)
 
     def _without_cap(self, labels: np.ndarray, cutoff_s: float) -> _Solved | None:
         """The best plan with one of the node's labels that is faster than the cutoff."""
         if not len(labels):
             return None
         try:
-            free = self.on_mesh.solve(
+            uncapped = self.on_mesh.solve(
                 self._with(labels), NO_CAP, LIMIT_S, cutoff_s, relative_gap=RELATIVE_GAP / 2
             )
         except NoFitError:
             return None
-        return _Solved(free.labels, free.bound_s)
+        return _Solved(uncapped.labels, uncapped.bound_s)
 
     @cached_property
     def _fitting(self) -> _Solved | None:
@@ -187,12 +195,12 @@ class _Decision:
 
     @property
     def _is_proven(self) -> bool:
-        """Whether no other choice fits, where none was found."""
+        """True if it is proven that no other choice fits."""
         return self._solved[1]
 
     @cached_property
     def _solved(self) -> tuple[_Solved | None, bool]:
-        """The runner-up, and if there is none whether that is proven."""
+        """The runner-up; if there is none, whether that is proven."""
         if not len(self._others):
             return None, True
         limit_bytes = self.found.plan.memory_bytes
@@ -204,7 +212,7 @@ class _Decision:
         return _Solved(self._like_plan(solution.labels, limit_bytes), solution.bound_s), False
 
     def _with(self, labels: np.ndarray) -> Kept:
-        """Some labels of this node, and those that the pins leave to others."""
+        """Per node, the labels to choose from: these for this node, and those that the pins allow for others."""
         own = set(self.on_mesh.codec.names[self.node])
         pins = {name: spec for name, spec in pinned(self.found.plan).items() if name not in own}
         kept = [*self.on_mesh.pinned(pins)]
@@ -262,15 +270,15 @@ class _Decision:
         )
 
     def _like_plan(self, labels: Labels, limit_bytes: int) -> Labels:
-        """A solution with the plan's labels where a change has nothing to do with this node; the solution itself if that
-        does not fit."""
+        """A solution that keeps the plan's labels in all changes that are not joined to this node; the solution itself
+        if that does not fit."""
         joined = _joined(self.problem, self.node, _changed(self.found.chosen, labels))
         pairs = enumerate(zip(self.found.chosen, labels, strict=True))
         near = self._without_ties(tuple(b if n in joined else a for n, (a, b) in pairs))
         return near if self.on_mesh.predicted(near, limit_bytes).needed_bytes <= limit_bytes else labels
 
     def _without_ties(self, labels: Labels) -> Labels:
-        """A solution whose other labels are the plan's, one after another, where that is no slower."""
+        """A solution whose other labels return to the plan's, one after another, if that is no slower."""
         around, now = self._around, list(labels)
         for node in _changed(self.found.chosen, labels):
             before = self.found.chosen[node]
@@ -281,7 +289,7 @@ class _Decision:
 
     @cached_property
     def _around(self) -> list[list[tuple[int, np.ndarray]]]:
-        """Per node, its neighbours and the costs seen from it."""
+        """Per node, its neighbours and the edge costs as this node sees them."""
         around: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.problem.node_cost_s]
         for edge in self.problem.edges:
             around[edge.u].append((edge.v, edge.cost_s))
@@ -292,7 +300,7 @@ class _Decision:
 
     @cached_property
     def _argument_shape(self) -> tuple[int, ...] | None:
-        """The shape of the argument that the node decides; None of other nodes."""
+        """The shape of the argument that the node decides; None for other nodes."""
         graph = self.on_mesh.memory.costed.graph
         if self.node >= len(graph.groups):
             return None
@@ -300,7 +308,7 @@ class _Decision:
         return graph.folded.program.values[op.results[0]].shape if op.name == "input" else None
 
     def own_bytes(self, label: int) -> int | None:
-        """Bytes of the argument on a device under a label; None of other nodes."""
+        """Bytes of the argument on a device under a label; None for other nodes."""
         if self._argument_shape is None:
             return None
         costed = self.on_mesh.memory.costed
@@ -333,7 +341,7 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _parts(before: Estimates, after: Estimates) -> tuple[tuple[str, float], ...]:
-    """Seconds by which kinds of computation and communication differ, the largest first."""
+    """Differences of the seconds of each kind of computation and communication, the largest first."""
     this, other = _seconds(before), _seconds(after)
     more = {name: other.get(name, 0.0) - this.get(name, 0.0) for name in {**this, **other}}
     least_s = ROUNDING_SHARE * max(before.step_s, after.step_s)

@@ -1,4 +1,4 @@
-"""What a search found: strategies on a mesh, and what a device does under them."""
+"""A solution of a search: strategies on a mesh, and the device's step under them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,14 +11,14 @@ from autoshard.search.solver.pbqp import Labels
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Strategies that fit, and what a device does under them.
+    """Strategies, and the device's step under them.
 
     Attributes:
-      step_problem: of the step with what is recomputed.
-      on_mesh: the problem that they solve.
+      step_problem: the prepared step, with its recomputation and offloading.
+      on_mesh: its problem on a mesh.
       labels: a strategy for each node.
-      limit_bytes: the cap.
-      asked: what a device does, where that was asked to find out whether they fit.
+      limit_bytes: the memory cap.
+      asked: the device's predicted step, if it was simulated to find out whether the strategies fit.
     """
 
     step_problem: StepProblem
@@ -29,38 +29,38 @@ class Found:
 
     @cached_property
     def device(self) -> Prediction:
-        """What a device does."""
+        """The device's predicted step."""
         return self.asked or self.on_mesh.predicted(self.labels, self.limit_bytes)
 
     @property
     def fits(self) -> bool:
-        """Whether the kernels of a device keep to the cap."""
+        """True if the kernels of a device keep to the cap."""
         return self.device.needed_bytes <= self.limit_bytes
 
     @cached_property
     def peak(self) -> Peak:
-        """In program order or the kernels', what is more."""
+        """The larger of two peaks: in program order and in the kernels' order."""
         return self.on_mesh.larger_peak(self.labels, self.device)
 
     @property
     def cost_s(self) -> float:
-        """Computation, and communication that it does not hide, which the solver minimises, and what the device waits for
-        copies to and from its host."""
+        """Seconds of computation and visible communication, which the solver minimises, and of waiting for copies to
+        and from the host."""
         return self.on_mesh.problem.cost_s(self.labels) - self._hidden_copies_s
 
     @property
     def communication_s(self) -> float:
-        """Of that, what is no computation."""
+        """Seconds of the cost that are communication."""
         return self.cost_s - self.on_mesh.memory.costed.compute_s(self.labels)
 
     @property
     def communication_share(self) -> float:
-        """The same, of the cost."""
+        """Share of the cost that is communication."""
         return self.communication_s / self.cost_s if self.cost_s else 0.0
 
     @property
     def hidden_s(self) -> float:
-        """Communication and copies that run behind computation."""
+        """Seconds of communication and copies that computation hides."""
         return self.on_mesh.hiding.hidden_once_s(self.labels) + self._hidden_copies_s
 
     @property
@@ -69,5 +69,5 @@ class Found:
 
     @property
     def host_bytes(self) -> float:
-        """What a device holds of its host's memory."""
+        """Bytes of host memory that a device needs."""
         return self.on_mesh.host.peak(self.labels).num_bytes if self.on_mesh.host.items else 0.0

@@ -1,8 +1,8 @@
 """Python's garbage collector, held off while a search makes its tables.
 
-A search allocates millions of small values, and few of them are garbage before it ends. Each full collection goes through
-all that lives, the traced step included, so the deeper the model, the more of a search it takes: 12 to 17% of long ones.
-Without it, what a search holds at most grew by 2% for a pipeline of 48 layers.
+A search allocates millions of small values, and few of them are garbage before it ends. Each full collection visits all
+live objects, the traced step included. So it takes a larger share of the search of a deep model: 12 to 17% of long
+ones. Without it, the largest memory of a search grew by 2% for a pipeline of 48 layers.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""What of a step's arguments may rest in the host's memory: what the user names, and what is worth a try."""
+"""The arguments of a step that may rest in host memory: those that the user names, and those that the search may try."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from autoshard.search.mesh_problem import ROUNDING, MeshProblem
 from autoshard.search.options import OFFLOADED, RESIDUALS, Options
 
 MOVED_SHARE = 0.05
-"""Of the cap, what state has to take for its place on the host to be tried. Source: a choice of ours."""
+"""Share of the cap that arguments must take for their offloading to be tried. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, eq=False)
 class HostArguments:
-    """The arguments of a step, as far as they may rest there.
+    """The arguments of a step that may rest in host memory.
 
     Attributes:
       step: the traced step.
-      cluster: where it will run.
-      options: the cap, and what is asked for.
+      cluster: the cluster that will run it.
+      options: the cap, and the user's wishes.
     """
 
     step: Step
@@ -32,10 +32,10 @@ class HostArguments:
 
     @cached_property
     def asked_for(self) -> frozenset[int]:
-        """What the user wants on the host.
+        """The arguments that the user wants on the host.
 
         Raises:
-          InputError: there is no such state, or no such memory.
+          InputError: the step has no such argument, or the cluster no such memory.
         """
         kinds = self.options.offload if isinstance(self.options.offload, tuple) else ()
         if kinds and not self.cluster.host_bytes_per_node:
@@ -53,10 +53,10 @@ class HostArguments:
         return self.of_kinds(kinds)
 
     def check_room(self, on_meshes: Sequence[MeshProblem]) -> None:
-        """That the host has room for what the user wants there.
+        """Checks that the host has room for the arguments that the user wants there.
 
         Raises:
-          InfeasibleError: it has not, on any mesh.
+          InfeasibleError: no mesh leaves enough room on the host.
         """
         pins = self.options.pins or {}
         least_bytes, limit_bytes = min(
@@ -70,7 +70,7 @@ class HostArguments:
             )
 
     def of_kinds(self, kinds: Sequence[str]) -> frozenset[int]:
-        """The arguments of some roles, or at some paths."""
+        """The arguments with some roles or under some paths."""
         roles = {OFFLOADED.get(kind) for kind in kinds}
         inside = tuple(kind + end for kind in kinds for end in (".", "["))
         names = {i: self.step.arguments[i].name for i in self._may_rest}
@@ -78,15 +78,15 @@ class HostArguments:
         return frozenset(i for i, role in self._may_rest.items() if role in roles or i in is_named)
 
     def is_worth_moving(self, arguments: frozenset[int]) -> bool:
-        """Whether arguments take a share of the cap even so."""
+        """True if the arguments take a share of the cap even in as many parts as there are devices."""
         return self.least_bytes(arguments) > MOVED_SHARE * self.options.memory_bytes
 
     def least_bytes(self, arguments: frozenset[int]) -> float:
-        """What a device holds of arguments that lie in as many parts as there are devices."""
+        """Bytes per device of arguments that are split over all devices."""
         return sum(self._num_bytes[i] for i in arguments) / self.cluster.num_devices
 
     def is_too_much(self, hosted: frozenset[int], working_bytes: float) -> bool:
-        """Whether what does not rest on the host, in as many parts as there are devices, leaves no room for the work."""
+        """True if the arguments on the device leave no room for the work, even if all devices share them."""
         there = (num_bytes for i, num_bytes in enumerate(self._num_bytes) if i not in hosted)
         held_bytes = sum(there) / self.cluster.num_devices
         return held_bytes + working_bytes > (1 + ROUNDING) * self.options.memory_bytes
@@ -97,13 +97,13 @@ class HostArguments:
 
     @cached_property
     def _num_bytes(self) -> tuple[int, ...]:
-        """By argument: of it and of those for which it stands."""
+        """Bytes by argument, with those that it represents."""
         graph, arguments = self.step.graph, self.step.arguments
         return tuple(
             a.repeats * graph.values[v].num_bytes for v, a in zip(graph.inputs, arguments, strict=True)
         )
 
     def _such_as(self) -> str:
-        """A path that `offload` may name, where there is one."""
+        """The path of an argument that `offload` may name, if there is one."""
         first = next(iter(self._may_rest), None)
         return "" if first is None else f", such as {self.step.arguments[first].name}"

@@ -1,12 +1,12 @@
-"""Nothing fits: how close the search came, and what would fit.
+"""The error if nothing fits: how close the search came, and a list of changes that would fit.
 
-The smallest peak over all meshes says how far off the cap is, where, and what resides there. Then each single
-relaxation of what was asked for is tried: a higher cap, no pin, another mesh, more devices. One that has a plan on any of
-its meshes is listed, with that plan's step time, which a longer search may lower.
+The smallest peak over all meshes tells how far off the cap is, where the peak lies, and which arrays reside there. Then
+each single relaxation of the request is tried: a higher cap, no pin, another mesh, more devices. A relaxation with a
+plan on any of its meshes is listed with that plan's step time, which a longer search may lower.
 
 All this takes `TIME_LIMIT_S`, or `SHARE` of the search's time if that is less. Each part has a share of the time that the
-parts before it left. A mesh that must hold more than the cap whatever is decided (`Memory.least_bytes`) is neither priced
-nor solved. The message names parts for which there was no time, and says nothing else of them.
+parts before it left. A mesh that must hold more than the cap in any case (`Memory.least_bytes`) is neither priced nor
+solved. The message names the parts for which there was no time, and claims nothing else about them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.found import Found
-from autoshard.search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import PEAK_SLACK, WIDE_GAP, MeshProblem, StepProblem
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.plan.estimates import where
 from autoshard.search.problem.memory_rows import Peak
@@ -26,8 +26,8 @@ from autoshard.search.solver.clock import Deadline
 from autoshard.search.solver.pbqp import Labels
 
 TIME_LIMIT_S = 5.0
-"""Seconds by the search's clock for all that is said of a search in vain. Source: a choice of ours; with the search itself a
-user waits ten."""
+"""Seconds by the search's clock for the whole explanation. Source: a choice of ours; together with the search a user
+waits ten."""
 
 SHARE = 0.25
 """Largest share of a search's time limit that the explanation takes. Source: the promise that a search ends within a quarter
@@ -40,30 +40,30 @@ def limit_s(options: Options) -> float:
 
 
 PEAK_SHARE = 0.4
-"""Of that, for the smallest peak of all meshes."""
+"""Share of that time for the smallest peak of all meshes."""
 
 MAX_TIMES_DEVICES = 16
-"""The largest multiple of the devices that is tried."""
+"""Largest multiple of the devices that is tried."""
 
-NEAR = 1.05
-"""Times what a mesh must hold: whoever comes so close need not look there for a smaller peak."""
+CLOSE_TO_FLOOR = 1.05
+"""A mesh is not searched for a smaller peak if the smallest peak so far is below this multiple of its lower bound."""
 
-NEAR_ROOM = 1.15
-"""Times a peak that was met on the way to a smaller cap: under one no larger, a search goes another way. Source: a choice of
-ours."""
+MET_PEAK_SLACK = 1.15
+"""Cap at which a search probably finds a plan, as a multiple of a peak that it met under a smaller cap. Source: a
+choice of ours; under a cap equal to that peak it would take another way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Smallest:
-    """The smallest peak found.
+    """The smallest peak that was found.
 
     Attributes:
-      on_mesh: where.
-      labels: the strategies that have it.
-      peak: in program order or the kernels', what is more.
-      least_bytes: no mesh has a peak below this.
-      untried: meshes that may have a smaller one, for which there was no time.
-      room: times the peak, a cap under which a search would find a plan.
+      on_mesh: the problem on the peak's mesh.
+      labels: the strategies with this peak.
+      peak: the larger peak of program order and kernels.
+      least_bytes: a lower bound on the peaks of all meshes.
+      untried: meshes that may have a smaller peak, and for which there was no time.
+      slack: multiple of the peak that is a cap under which a search would find a plan.
     """
 
     on_mesh: MeshProblem
@@ -71,18 +71,18 @@ class Smallest:
     peak: Peak
     least_bytes: float
     untried: tuple[str, ...]
-    room: float = ROOM
+    slack: float = PEAK_SLACK
 
     @classmethod
     def of(cls, nearest: Found, larger: "Smallest | None") -> "Smallest":
-        """What a search met that did not fit, where what was looked for since is larger."""
+        """The smallest peak that the search met, if the peak that was looked for afterwards is larger."""
         least_bytes, untried = (larger.least_bytes, larger.untried) if larger else (0.0, ())
-        return cls(nearest.on_mesh, nearest.labels, nearest.peak, least_bytes, untried, NEAR_ROOM)
+        return cls(nearest.on_mesh, nearest.labels, nearest.peak, least_bytes, untried, MET_PEAK_SLACK)
 
 
 @dataclass(frozen=True, slots=True)
 class _Relaxation:
-    """What the user might ask for instead."""
+    """A change of the request that the user may make."""
 
     name: str
     cluster: Cluster
@@ -90,7 +90,8 @@ class _Relaxation:
 
 
 def smallest_peak(tried: Sequence[MeshProblem], options: Options, deadline: Deadline) -> Smallest | None:
-    """The smallest peak over some meshes, those first that must hold least; None if there was no time to find a plan.
+    """The smallest peak over some meshes. Those with the smallest lower bound come first. None if there was no time to
+    find a plan.
 
     Raises:
       InfeasibleError: the pins allow no plan on any of the meshes.
@@ -100,7 +101,7 @@ def smallest_peak(tried: Sequence[MeshProblem], options: Options, deadline: Dead
     contradictory = []
     for n in sorted(least, key=least.__getitem__):
         on_mesh = tried[n]
-        if best and best.peak.num_bytes <= NEAR * least[n]:
+        if best and best.peak.num_bytes <= CLOSE_TO_FLOOR * least[n]:
             break
         if best and deadline.is_over:
             untried.append(format_mesh(on_mesh.shape))
@@ -127,17 +128,17 @@ def explain(
     forbidden_s: float | None = None,
     also_tried: str = "",
 ) -> InfeasibleError:
-    """The error to raise when no plan was found.
+    """The error to raise if no plan was found.
 
     Args:
-      step_problem: the step.
-      cluster: where it should run.
-      options: what was asked for.
-      smallest: the smallest peak; None where there was no time to find a plan.
-      is_proven: whether there is none, or the search only found none.
-      deadline: of all trials.
-      forbidden_s: seconds per step with recomputation, where that would fit and is forbidden.
-      also_tried: a sentence on what else was tried.
+      step_problem: the prepared step.
+      cluster: the cluster of the request.
+      options: the options of the request.
+      smallest: the smallest peak; None if there was no time to find a plan.
+      is_proven: True if it is proven that nothing fits.
+      deadline: the end of all trials.
+      forbidden_s: seconds per step with recomputation, if that would fit and is forbidden.
+      also_tried: a sentence on other rewrites that were tried.
     """
     found = f"{'nothing fits' if is_proven else 'nothing was found that fits'} {format_bytes(options.memory_bytes)}"
     if smallest is None:
@@ -149,7 +150,7 @@ def explain(
     residents = ", ".join(f"{name.replace('_', ' ')} {format_bytes(b)}" for name, b in peak.residents)
     would_fit, untried = _fitting(step_problem, cluster, options, smallest, deadline)
     if forbidden_s is not None:
-        would_fit = [f"recomputation, which remat='never' forbids ({_said(forbidden_s)})", *would_fit]
+        would_fit = [f"recomputation, which remat='never' forbids ({_step_text(forbidden_s)})", *would_fit]
     sentences = [
         f"{found} a device on {cluster.name}.",
         f"The smallest peak found is {format_bytes(peak.num_bytes)} (mesh {format_mesh(smallest.on_mesh.shape)}), at "
@@ -169,10 +170,10 @@ def explain(
 def _fitting(
     step_problem: StepProblem, cluster: Cluster, options: Options, smallest: Smallest, deadline: Deadline
 ) -> tuple[list[str], list[str]]:
-    """The single relaxations that fit, with their step times, and those that there was no time for."""
-    cap_bytes = smallest.room * smallest.peak.num_bytes
+    """The single relaxations that fit, with their step times, and those for which there was no time."""
+    cap_bytes = smallest.slack * smallest.peak.num_bytes
     step_s = smallest.on_mesh.problem.cost_s(smallest.labels)
-    fitting, untried = [f"a cap of {format_bytes(cap_bytes)} ({_said(step_s)})"], []
+    fitting, untried = [f"a cap of {format_bytes(cap_bytes)} ({_step_text(step_s)})"], []
     every = _relaxations(cluster, options, smallest.least_bytes)
     for n, alternatives in enumerate(every):
         share = deadline.share(1 / (len(every) - n))
@@ -182,13 +183,13 @@ def _fitting(
             if step_s is None:
                 untried.append(relaxation.name)
             elif step_s < inf:
-                fitting.append(f"{relaxation.name} ({_said(step_s)})")
+                fitting.append(f"{relaxation.name} ({_step_text(step_s)})")
                 break
     return fitting, untried
 
 
 def _relaxations(cluster: Cluster, options: Options, least_bytes: float) -> list[tuple[_Relaxation, ...]]:
-    """The single relaxations besides a higher cap; of each tuple the first that fits is wanted."""
+    """The single relaxations besides a higher cap. Of each tuple, the first that fits is enough."""
     pins = options.pins or {}
     found = []
     for name in pins:
@@ -209,7 +210,7 @@ def _powers_of_two(highest: int) -> Iterator[int]:
 
 
 def _all(step_problem: StepProblem, relaxation: _Relaxation) -> Iterator[MeshProblem]:
-    """The problem on each mesh of a cluster; none where no mesh suits the options."""
+    """The problem on each mesh of a cluster; none if no mesh suits the options."""
     try:
         shapes = candidate_shapes(relaxation.cluster, relaxation.options)
     except InputError:
@@ -219,7 +220,8 @@ def _all(step_problem: StepProblem, relaxation: _Relaxation) -> Iterator[MeshPro
 
 
 def _step_s(on_meshes: Iterable[MeshProblem], options: Options, deadline: Deadline) -> float | None:
-    """Seconds per step of the fastest plan found, infinite where none fits; None if time ran out before one was found."""
+    """Seconds per step of the fastest plan that was found. Infinite if nothing fits; None if time ran out before a plan
+    was found."""
     best_s, is_proven = inf, True
     for on_mesh in on_meshes:
         if deadline.is_over:
@@ -240,5 +242,5 @@ def _least_bytes(on_mesh: MeshProblem, options: Options) -> float:
     return on_mesh.memory.least_bytes(on_mesh.pinned(options.pins or {}))
 
 
-def _said(step_s: float) -> str:
+def _step_text(step_s: float) -> str:
     return f"step {format_seconds(step_s)} or less"

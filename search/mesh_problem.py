@@ -1,7 +1,8 @@
-"""A step made ready for the search, and the solution of one mesh.
+"""A step prepared for the search, and its problem on one mesh.
 
-A `StepProblem` is all that does not depend on the mesh: the flat program, its op classes and groups, the strategy graph and
-the live ranges. `on` puts it on a mesh: a `MeshProblem`, whose `fitting` finds the cheapest strategies that fit there.
+A `StepProblem` holds everything that does not depend on the mesh: the flat program, its op classes and groups, the
+strategy graph and the live ranges. `StepProblem.on` makes a `MeshProblem`, whose `fitting` finds the cheapest
+strategies that fit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,73 +45,74 @@ from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem, merg
 from autoshard.search.tightening import BLIND, MAX_ROWS, Round, tightened
 
 RELATIVE_GAP = 5e-3
-"""Plans within this of the optimum are taken for optimal: the cost model is not finer."""
+"""Plans within this share of the optimum count as optimal, because the cost model is not finer."""
 
-FREE_GAP = 2.5e-3
-"""The same of strategies without a cap: what keeps to a cap is compared with them, and they are found soon."""
+UNCAPPED_GAP = 2.5e-3
+"""Certified gap of strategies without a cap. It is finer, because plans under a cap are compared with them, and they
+are found quickly."""
 
 NUM_STEPS = 30_000
-"""Of a training run, at the least: the solver takes no longer than such a run could win by what it may still find. Source: a
-choice of ours; a step of 1 ms with 3% left to gain is searched for 0.9 s, one of 1 s as long as there is time."""
+"""Smallest number of steps of a training run. The solver takes no longer than such a run could gain from a better plan.
+Source: a choice of ours; a step of 1 ms with 3% left to gain is searched for 0.9 s, a step of 1 s until time runs out."""
 
 NO_CAP = 1 << 62
 """Bytes per device: more than any device has."""
 
 ROUNDING = 1e-9
-"""Relative; sums of the same bytes in another order differ by less."""
+"""Relative error of sums of the same bytes in another order."""
 
 MAX_TIGHTENINGS = 10
-"""How often the solver is told that its plan does not fit. Source: a choice of ours; once is enough as a rule."""
+"""Number of times that the solver is told that its plan does not fit. Source: a choice of ours; once is usually enough."""
 
 ROUND_SHARE = 0.75
-"""Of the time left, what the solver gets before the kernels are asked: after the first round there may be another."""
+"""Share of the time left that the solver gets before the kernels are simulated. The rest is for later rounds."""
 
-NEAR = 1.1
-"""Times the cap: where the kernels hold less than that, other rounds are worth more time than there was. Source: a choice of
-ours; a round that begins where the last one ended takes a tenth of what the first one took."""
+NEARLY_FITS = 1.1
+"""If kernels need less than this multiple of the cap, more rounds are worth additional time. Source: a choice of ours;
+a round that starts from the last one takes a tenth of the first round's time."""
 
 EXTRA_S = 1.0
-"""How much more."""
+"""Seconds of additional time for such rounds."""
 
 LEAST_ROUND_S = 0.25
-"""Of that, what the solver may take before the kernels are asked."""
+"""Seconds that the solver may take in a round in any case."""
 
-ROOM = 1.01
-"""Times the smallest peak, what strategies may hold that should hold little: with no room at all they would be slow too."""
+PEAK_SLACK = 1.01
+"""Multiple of the smallest peak that strategies of a small peak may hold. Without slack they would be slow, too."""
 
 WIDE_GAP = 0.2
-"""Where any good plan will do: a step may be so much faster still."""
+"""Certified gap if any good plan is enough."""
 
 FALLING = (0.7, 0.95)
-"""Shares of the smallest peak so far, under which a smaller one is looked for. Source: a choice of ours."""
+"""Caps under which a smaller peak is looked for, as shares of the smallest peak so far. Source: a choice of ours."""
 
 OP_S = 1e-4
-"""Of making a step ready, for an op. Source: `benchmarks/nominal_seconds.py`, as all that follow."""
+"""Nominal seconds to prepare a step, per op. Source: `benchmarks/nominal_seconds.py`, also for the constants below."""
 
 STRATEGY_S = 4.5e-6
-"""Of putting it on a mesh, for a strategy."""
+"""Nominal seconds to put a step on a mesh, per strategy."""
 
 EDGE_S = 1.2e-4
-"""Of a mesh's costs, for an edge, besides its entries."""
+"""Nominal seconds for a mesh's costs, per edge, besides its entries."""
 
 ENTRY_S = 6e-8
-"""Of a mesh's costs, for an entry of an edge."""
+"""Nominal seconds for a mesh's costs, per entry of an edge."""
 
 RULE_S = 8e-6
-"""Of a plan by rule, for an edge."""
+"""Nominal seconds for a plan by rule, per edge."""
 
 KERNEL_S = 2e-4
-"""Of what a device does, for a kernel."""
+"""Nominal seconds to simulate a device, per kernel."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """What is known of a problem before it is solved.
+    """Knowledge about a problem before it is solved.
 
     Attributes:
-      start: strategies to begin with.
-      is_enough: whether these do, instead of those by rule.
-      bound_s: a lower bound on all that fit.
+      start: strategies for a warm start.
+      is_enough: True if these replace the plans by rule as starts.
+      bound_s: a lower bound on all strategies that fit.
     """
 
     start: Labels | None = None
@@ -123,22 +125,22 @@ UNKNOWN = Known()
 
 @dataclass(frozen=True, eq=False)
 class StepProblem:
-    """All that does not depend on the mesh.
+    """A prepared step: everything that does not depend on the mesh.
 
     Attributes:
-      traced: the step as it was traced, in microbatches or as a whole.
-      marks: per argument, what keeps it and the ops around it apart from others: its pin.
-      known: the traced step, folded as it is, where that was done before.
-      sites: what of it is recomputed in the backward phase.
-      hosted: the arguments that rest in the host's memory.
-      waiting: the ops whose results wait there for the backward phase.
-      rewritten: the step that does all this.
-      graph: who decides in it.
+      traced: the step as it was traced, in microbatches or undivided.
+      marks: per argument, its pin. Arguments with different pins are in different equivalence classes.
+      known: the traced step's folded program, if it was made before.
+      sites: ops of the traced step that are recomputed in the backward phase.
+      hosted: arguments that rest in host memory.
+      offloaded_sites: ops whose results are offloaded to the host until the backward phase.
+      rewritten: the step with this recomputation and offloading.
+      graph: the strategy graph.
       kernels: its kernels.
-      live_ranges: what it stores.
-      items: all that is ever in a device's memory.
-      host_items: all that is ever in the host's.
-      clock: what is spent on it.
+      live_ranges: the values that it stores.
+      items: all arrays that are ever in a device's memory.
+      host_items: all arrays that are ever in host memory.
+      clock: the clock that counts the work for the step.
     """
 
     traced: Step
@@ -146,7 +148,7 @@ class StepProblem:
     known: FoldedProgram | None
     sites: frozenset[Site]
     hosted: frozenset[int]
-    waiting: frozenset[Site]
+    offloaded_sites: frozenset[Site]
     rewritten: Offloaded
     graph: StrategyGraph
     kernels: Kernels
@@ -163,29 +165,29 @@ class StepProblem:
         device: Device,
         sites: frozenset[Site] = frozenset(),
         hosted: frozenset[int] = frozenset(),
-        waiting: frozenset[Site] = frozenset(),
+        offloaded_sites: frozenset[Site] = frozenset(),
         decided: Sequence[Any] = (),
         known: FoldedProgram | None = None,
         clock: SearchClock = PROCESSOR,
         like: FoldedProgram | None = None,
         as_run: Callable[[FlatProgram], FlatProgram] = lambda program: program,
     ) -> "StepProblem":
-        """Makes a step ready for a device.
+        """Prepares a step for a device.
 
         Args:
-          step: the traced step, in microbatches or as a whole.
-          marks: per argument, what keeps it and the ops around it apart from others: its pin.
-          device: what it will run on.
-          sites: what to recompute in the backward phase.
-          hosted: the arguments to rest in the host's memory.
-          waiting: ops of the forward phase whose results wait there for the backward phase.
-          decided: per argument, what is decided of it: those that differ are taken apart, no op is.
-          known: the step folded as it is, where that was done before.
-          clock: by which searches for it go.
-          like: of the step that stands for it: it is folded as that.
-          as_run: the flat program as it is run, where that is not as one.
+          step: the traced step, in microbatches or undivided.
+          marks: per argument, its pin. Arguments with different pins are in different equivalence classes.
+          device: the device that it will run on.
+          sites: ops to recompute in the backward phase.
+          hosted: arguments to rest in host memory.
+          offloaded_sites: ops of the forward phase whose results are offloaded until the backward phase.
+          decided: per argument, its decision in a plan. Arguments of different decisions are separated; ops are not.
+          known: the traced step's folded program, if it was made before.
+          clock: the clock of its searches.
+          like: the folded program of the shortened step. This step is folded accordingly.
+          as_run: makes the flat program that runs, if it is not one program.
         """
-        residuals = frozenset(v for (i,) in waiting for v in step.graph.ops[i].outputs)
+        residuals = frozenset(v for (i,) in offloaded_sites for v in step.graph.ops[i].outputs)
         rewritten = offloaded(recomputed(step, sites), hosted, residuals)
         program = as_run(flatten(rewritten.step))
         folded = fold(program, marks) if like is None else folded_like(program, like)
@@ -195,11 +197,11 @@ class StepProblem:
         live_ranges = LiveRanges(graph, fusion)
         items = live_ranges.items(), live_ranges.host_items()
         clock.spend(OP_S * len(folded.program.ops))
-        given = step, tuple(marks), known, sites, hosted, waiting
+        given = step, tuple(marks), known, sites, hosted, offloaded_sites
         return cls(*given, rewritten, graph, kernels(fusion, groups), live_ranges, *items, clock)
 
     def on_devices(self, device: Device) -> "StepProblem":
-        """The same on devices of another kind, which store other values."""
+        """The prepared step on another kind of device, which stores other values."""
         fusion = Fusion(self.graph.folded, expensive_itemsize(device))
         live_ranges = LiveRanges(self.graph, fusion)
         self.clock.spend(OP_S * len(self.graph.folded.program.ops))
@@ -213,30 +215,30 @@ class StepProblem:
 
     @cached_property
     def has_transfers(self) -> bool:
-        """Whether arrays go to the host or come from it."""
+        """True if arrays are copied to or from the host."""
         return any(op.is_transfer for op in self.graph.folded.program.ops)
 
     @property
     def step(self) -> Step:
-        """What runs: the traced step, with what is recomputed and what comes from the host."""
+        """The step that runs: the traced step with its recomputation and offloading."""
         return self.graph.folded.program.step
 
     @cached_property
     def traffic(self) -> Traffic:
-        """Its communication that nothing waits for."""
+        """Communication that no op waits for."""
         return Traffic(self.graph)
 
     @cached_property
-    def plain(self) -> FoldedProgram:
-        """The traced step, folded as it is."""
-        if not (self.sites or self.hosted or self.waiting):
+    def traced_program(self) -> FoldedProgram:
+        """The folded program of the traced step, before recomputation and offloading."""
+        if not (self.sites or self.hosted or self.offloaded_sites):
             return self.graph.folded
         return self.known or fold(flatten(self.traced), self.marks)
 
     def on(
         self, cluster: Cluster, shape: tuple[int, ...], resharder: Resharder | None = None
     ) -> "MeshProblem":
-        """The problem on one mesh; with what is known of resharding there, if something is."""
+        """The problem on one mesh. A given resharder shares its known costs."""
         costed = price(self.graph, self.kernels, resharder or Resharder(MeshModel(cluster, shape)))
         memory, host = Memory(costed, self.items), Memory(costed, self.host_items)
         self.clock.spend(STRATEGY_S * sum(map(len, costed.strategies)))
@@ -245,11 +247,11 @@ class StepProblem:
 
 
 class TooLargeError(NoFitError):
-    """What was found needs more than the limit.
+    """The strategies that were found need more than the limit.
 
     Attributes:
-      labels: of that, the strategies whose kernels need least.
-      predicted: a step on one device under these.
+      labels: among them, the strategies whose kernels need the least memory.
+      predicted: a device's step under these.
     """
 
     def __init__(self, labels: Labels, predicted: Prediction, limit_bytes: int, *, bound_s: float) -> None:
@@ -259,8 +261,16 @@ class TooLargeError(NoFitError):
 
 @dataclass(frozen=True, eq=False)
 class MeshProblem:
-    """The problem on one mesh: a device's memory, its share of the host's, what computation hides, costs, words; by its
-    clock all limits count."""
+    """The problem on one mesh.
+
+    Attributes:
+      memory: a device's memory.
+      host: its share of host memory.
+      live_ranges: the values that the step stores.
+      hiding: the communication that computation hides.
+      codec: the names of the decisions.
+      clock: the clock of all limits.
+    """
 
     memory: Memory
     host: Memory
@@ -271,7 +281,7 @@ class MeshProblem:
 
     @cached_property
     def problem(self) -> Problem:
-        """The costs; made when asked for, as most of a mesh's time goes there."""
+        """The costs. They are made on demand, because they take most of a mesh's time."""
         return self._priced(self.memory.costed, self.hiding)
 
     def _priced(self, costed: CostedGraph, hiding: Hiding) -> Problem:
@@ -292,7 +302,7 @@ class MeshProblem:
         return cluster.host_bytes_per_node // cluster.devices_per_node
 
     def least_transfer_s(self, kept: Sequence[np.ndarray]) -> float:
-        """What copies to and from the host take at least, one after the other."""
+        """A lower bound on the seconds of copies to and from the host, one after another."""
         graph, costed = self.memory.costed.graph, self.memory.costed
         return sum(
             float(costed.node_seconds[node][0][kept[node]].min())
@@ -301,7 +311,7 @@ class MeshProblem:
         )
 
     def pinned(self, pins: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-        """Per node: the strategies that the pins leave."""
+        """Per node, the strategies that the pins allow."""
         kept = [np.arange(len(s)) for s in self.memory.costed.strategies]
         specs = {name: self._pinned_to(name, spec) for name, spec in pins.items()}
         for node, chosen in allowed_by_pins(self.codec, specs).items():
@@ -315,7 +325,8 @@ class MeshProblem:
             raise PlanError(f"pin {name!r}: {e}") from e
 
     def promised_s(self, kept: Sequence[np.ndarray], known: Known = UNKNOWN) -> float:
-        """What the kept strategies cost at least, as little work tells; what is known is of use to searches among them."""
+        """A lower bound on the cost of the kept strategies, for little work. Later searches among the same strategies
+        reuse it."""
         return self._opening(kept, known).promised_s
 
     def fitting(
@@ -325,21 +336,31 @@ class MeshProblem:
         time_limit_s: float,
         cutoff_s: float = np.inf,
         relative_gap: float = RELATIVE_GAP,
-        roomy_bytes: float = 0.0,
+        surely_fits_bytes: float = 0.0,
         known: Known = UNKNOWN,
     ) -> tuple[branch_and_bound.Solution, Prediction | None]:
-        """The cheapest of the kept strategies that fit, as the kernels of a device tell.
+        """The cheapest of the kept strategies whose kernels fit on a device.
 
-        Where strategies hold less than `roomy_bytes` in program order, these are not asked, and there is no prediction.
-        Where the first ones do not fit and are faster than the cutoff by less than is certified, no others are looked for.
-        Where they need little more than fits, others are looked for up to `EXTRA_S` longer than the time limit.
+        Strategies that hold less than `surely_fits_bytes` in program order are taken without a prediction of their
+        kernels. No others are looked for if the first ones do not fit, and are faster than the cutoff by less than the
+        gap. If strategies need little more than the limit, others are looked for up to `EXTRA_S` longer than the time
+        limit.
 
-        The solution's bound, and a `NoFitError`'s, is on all of the kept strategies that fit in program order
-        (`Memory.profile`), whatever the kernels say of them: it is the first round's.
+        The bound of the solution or of the error is the first round's. It holds for all kept strategies that fit in
+        program order (`Memory.profile`), whether or not their kernels fit.
+
+        Args:
+          kept: per node, the strategies to choose from.
+          limit_bytes: the cap per device.
+          time_limit_s: seconds for the solver.
+          cutoff_s: the cost that a solution must beat.
+          relative_gap: the gap to certify.
+          surely_fits_bytes: a peak in program order below which strategies are taken to fit.
+          known: a warm start and a bound.
 
         Raises:
-          NoFitError: nothing was found that fits and costs less than the cutoff.
-          TooLargeError: this, where strategies were found that are too large by what the kernels of a device tell.
+          NoFitError: no strategies were found that fit and beat the cutoff.
+          TooLargeError: strategies were found, but their kernels need more than the limit.
         """
         deadline = Deadline.after(time_limit_s, self.clock)
         last = Deadline.after(time_limit_s + EXTRA_S, self.clock)
@@ -358,7 +379,7 @@ class MeshProblem:
                     raise
                 return None
             held_bytes = self.memory.peak(solution.labels).num_bytes
-            if held_bytes < roomy_bytes:
+            if held_bytes < surely_fits_bytes:
                 return Round((solution, None), held_bytes, held_bytes)
             return self._round(solution, solution.labels, limit_bytes)
 
@@ -372,7 +393,7 @@ class MeshProblem:
                     return replace(solution, bound_s=bound_s), found
                 nearest = min(nearest, latest, key=lambda one: one.needed_bytes)
                 is_hardly_faster = solution.cost_s >= (1 - RELATIVE_GAP) * cutoff_s
-                is_near = latest.needed_bytes <= NEAR * limit_bytes
+                is_near = latest.needed_bytes <= NEARLY_FITS * limit_bytes
                 if is_hardly_faster or (last if is_near else deadline).is_over:
                     break
         solution, found = nearest.proposal
@@ -380,16 +401,17 @@ class MeshProblem:
         raise TooLargeError(solution.labels, found, limit_bytes, bound_s=bound_s)
 
     def smallest_peak(self, kept: Sequence[np.ndarray], time_limit_s: float) -> tuple[Labels, Peak]:
-        """The kept strategies found whose peak is smallest, and the peak: in program order or the kernels', what is more.
+        """The kept strategies of the smallest peak that was found, and the peak: the larger one of program order and
+        kernels.
 
         Raises:
           NoFitError: the kept strategies contradict one another, or none were found in time.
         """
         whole = Deadline.after(time_limit_s, self.clock)
-        deadline, found = whole.share(1 / 2), [*self._frugal_by_rule(kept)]
+        deadline, found = whole.share(1 / 2), [*self._smallest_by_rule(kept)]
 
         def propose(_: float, rows: Sequence[MemoryConstraint]) -> Round[tuple[Labels, Prediction]]:
-            labels = self._frugal(kept, rows, deadline)
+            labels = self._near_smallest(kept, rows, deadline)
             return self._round(labels, labels, 0.0)
 
         for latest in tightened(propose, self.memory.least_bytes(kept), MAX_ROWS):
@@ -403,8 +425,8 @@ class MeshProblem:
     def _lowered(
         self, kept: Sequence[np.ndarray], labels: Labels, peak: Peak, deadline: Deadline
     ) -> tuple[Labels, Peak]:
-        """What still fits as a cap falls, in large steps first: where kernels hold far more than the rows know, strategies
-        that hold little by the rows are not those that hold little."""
+        """Strategies that still fit as a cap falls, in large steps first. If kernels need far more than the rows know,
+        strategies of a small peak in the rows may have a large peak in the kernels."""
         for share in FALLING:
             with suppress(NoFitError):
                 while not deadline.is_over:
@@ -415,28 +437,29 @@ class MeshProblem:
         return labels, peak
 
     def larger_peak(self, labels: Labels, predicted: Prediction) -> Peak:
-        """In program order or the kernels', what is more."""
+        """The larger of two peaks: in program order and in the kernels' order."""
         return max(self.memory.peak(labels), predicted.least, key=lambda peak: peak.num_bytes)
 
-    def _frugal_by_rule(self, kept: Sequence[np.ndarray]) -> Iterator[tuple[Labels, Peak]]:
-        """Of the plans by rule that the kept strategies allow, the one that holds least, if there is one."""
+    def _smallest_by_rule(self, kept: Sequence[np.ndarray]) -> Iterator[tuple[Labels, Peak]]:
+        """The plan by rule of the smallest peak among those that the kept strategies allow, if there is one."""
         rules = seeds(self.memory.costed, self.problem, kept)
         allowed = [labels for labels in rules if self.problem.cost_s(labels) < np.inf]
         if allowed:
             labels = min(allowed, key=lambda labels: self.memory.peak(labels).num_bytes)
             yield labels, self.larger_peak(labels, self.predicted(labels, 0.0))
 
-    def _frugal(
+    def _near_smallest(
         self, kept: Sequence[np.ndarray], rows: Sequence[MemoryConstraint], deadline: Deadline
     ) -> Labels:
-        """The cheapest of the kept strategies that hold little more than they must.
+        """The cheapest of the kept strategies that hold little more than the smallest peak.
 
-        Where costs do not count at all, so much is resharded that the kernels hold far more than the rows know.
+        Costs count, because strategies chosen by their peak alone reshard so much that kernels need far more than the
+        rows know.
         """
 
         def cheapest(limit_bytes: float) -> Labels:
             left_s = ROUND_SHARE * deadline.left_s
-            return self.solve(kept, int(ROOM * limit_bytes), left_s, np.inf, rows, WIDE_GAP).labels
+            return self.solve(kept, int(PEAK_SLACK * limit_bytes), left_s, np.inf, rows, WIDE_GAP).labels
 
         least_bytes = self.memory.least_bytes(kept)
         with suppress(NoFitError):
@@ -453,7 +476,7 @@ class MeshProblem:
         return _original(kept, smallest.labels)
 
     def predicted(self, chosen: Sequence[int], limit_bytes: float, is_one_program: bool = True) -> Prediction:
-        """A step on one device under full strategies."""
+        """A device's step under full strategies."""
         predicted = predict(self.memory.costed, self.live_ranges, chosen, limit_bytes, is_one_program)
         self.clock.spend(KERNEL_S * len(predicted.lowered.kernels))
         return predicted
@@ -465,13 +488,13 @@ class MeshProblem:
         time_limit_s: float,
         cutoff_s: float = np.inf,
         rows: Sequence[MemoryConstraint] = (),
-        relative_gap: float = FREE_GAP,
+        relative_gap: float = UNCAPPED_GAP,
         known: Known = UNKNOWN,
     ) -> branch_and_bound.Solution:
         """The cheapest of the kept strategies that fit, in the original numbering.
 
         Raises:
-          NoFitError: nothing fits and costs less than the cutoff.
+          NoFitError: no strategies fit and beat the cutoff.
         """
         if self.memory.least_bytes(kept) > limit_bytes * (1 + ROUNDING):
             raise NoFitError(f"no strategies fit {limit_bytes} bytes", bound_s=np.inf)
@@ -490,8 +513,9 @@ class MeshProblem:
         )
         return replace(solution, labels=_original(kept, solution.labels))
 
-    def lightened(self, kept: Sequence[np.ndarray], labels: Labels, deadline: Deadline) -> Labels:
-        """Of the kept strategies, some that are slower by the gap at most, and hold less where the given ones hold most."""
+    def with_less_memory(self, kept: Sequence[np.ndarray], labels: Labels, deadline: Deadline) -> Labels:
+        """Some of the kept strategies that are slower than the given ones by the gap at most, and hold less where these
+        hold most."""
         rows = self.memory.rows_over(labels, 0.0)
         if not rows:
             return labels
@@ -506,7 +530,7 @@ class MeshProblem:
         return _original(kept, found)
 
     def completed(self, kept: Sequence[np.ndarray]) -> Labels:
-        """The cheapest of the kept strategies, where few are left to choose from: the others are not priced.
+        """The cheapest of the kept strategies, if few are left. Only these are priced.
 
         Raises:
           NoFitError: they contradict one another.
@@ -515,7 +539,7 @@ class MeshProblem:
         return self._cheapest(kept, self._priced(costed, replace(self.hiding, costed=costed)))
 
     def suited(self, kept: Sequence[np.ndarray]) -> Labels:
-        """The same, where all are priced anyway.
+        """The cheapest of the kept strategies. All strategies are priced.
 
         Raises:
           NoFitError: they contradict one another.
@@ -528,10 +552,10 @@ class MeshProblem:
         return _original(kept, branch_and_bound.solve(opening, relative_gap=RELATIVE_GAP).labels)
 
     def _opening(self, kept: Sequence[np.ndarray], known: Known = UNKNOWN) -> branch_and_bound.Opening:
-        """How searches for the cheapest of the kept strategies begin."""
+        """The start of searches for the cheapest of the kept strategies."""
         key = tuple(one.tobytes() for one in kept)
         if self._last_opening.get(key) is None:
-            self._last_opening.clear()  # one is asked for again and again, others hardly ever
+            self._last_opening.clear()  # one is reused many times, others hardly ever
             start = () if known.start is None else (known.start,)
             rules = () if start and known.is_enough else seeds(self.memory.costed, self.problem, kept)
             starts = partial(self._starts, tuple(kept), chain(start, rules))
@@ -540,11 +564,11 @@ class MeshProblem:
 
     @cached_property
     def _last_opening(self) -> dict[tuple[bytes, ...], branch_and_bound.Opening]:
-        """By what was kept."""
+        """The latest opening, by the kept strategies."""
         return {}
 
     def _starts(self, kept: Sequence[np.ndarray], given: Iterable[Labels]) -> Iterator[Labels]:
-        """Strategies to begin with, in the numbering of the kept ones."""
+        """Strategies to start from, in the numbering of the kept ones."""
         for labels in given:
             self.clock.spend(RULE_S * len(self.problem.edges))
             if all(label in k for k, label in zip(kept, labels, strict=True)):
@@ -553,10 +577,12 @@ class MeshProblem:
     def _round[Answer](
         self, answer: Answer, labels: Labels, limit_bytes: float
     ) -> Round[tuple[Answer, Prediction]]:
-        """What the kernels say of an answer of the solver's."""
+        """An answer of the solver, with the memory that the rows and the kernels find for it."""
         predicted, expected_bytes = self.predicted(labels, limit_bytes), self.memory.peak(labels).num_bytes
         needed_bytes = predicted.needed_bytes
-        if needed_bytes > predicted.least.num_bytes:  # in another order, of which no row tells
+        if (
+            needed_bytes > predicted.least.num_bytes
+        ):  # in another order of the kernels, which no row describes
             return Round((answer, predicted), expected_bytes, needed_bytes)
         return Round(
             (answer, predicted),
@@ -591,5 +617,5 @@ def _original(kept: Sequence[np.ndarray], chosen: Sequence[int]) -> tuple[int, .
 
 
 def _renumbered(kept: Sequence[np.ndarray], labels: Labels) -> Labels:
-    """The inverse."""
+    """Labels of the original numbering in the numbering of the kept strategies."""
     return tuple(int(np.searchsorted(k, label)) for k, label in zip(kept, labels, strict=True))

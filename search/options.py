@@ -1,4 +1,4 @@
-"""What a search is asked for, and the meshes that come into question."""
+"""The options of a search, and the meshes that it tries."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,32 +15,34 @@ from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.solver.clock import PROCESSOR, SearchClock, WorkClock
 
 DEFAULT_TIME_LIMIT_S = 15.0
-"""Nominal seconds (`search.solver.clock`) for all meshes together; what is not proven by then is the plan's gap."""
+"""Nominal seconds (`search.solver.clock`) for all meshes together. The part that is not proven by then is the plan's
+gap."""
 
 OFFLOADED = MappingProxyType({"optimizer_state": Role.OPTIMIZER_STATE, "parameters": Role.PARAMETER})
-"""What may rest in the host's memory, by the names that users give, the least often read first."""
+"""Kinds of arguments that may rest in host memory, by the names that users give. The kind that is read least often
+comes first."""
 
 RESIDUALS = "residuals"
-"""What may wait there for the backward phase, as users say it."""
+"""The name that users give to residuals that are offloaded until the backward phase."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a search is asked for.
+    """The options of a search.
 
     Attributes:
       memory_bytes: the cap per device.
-      mesh: sizes of the mesh axes, outermost first; None to search it.
-      pins: the `PartitionSpec` in which an argument must rest, by its pytree path.
-      time_limit_s: processor seconds for the solver; None for `DEFAULT_TIME_LIMIT_S`, of work, which are the same work on
+      mesh: sizes of the mesh axes, outermost first; None to search the mesh.
+      pins: by pytree path, the `PartitionSpec` in which an argument must rest.
+      time_limit_s: processor seconds for the solver; None for `DEFAULT_TIME_LIMIT_S`, which count the same work on
         every machine.
-      remat: "never" to recompute nothing but what the step itself recomputes; None to search it.
-      microbatches: in how many the step goes through its batch; None to search it.
-      offload: what is in the host's memory, of `OFFLOADED` and `RESIDUALS`, or the pytree paths of arguments, whole or their
-        beginnings; "never" for nothing, None to search it.
-      nominal_s: seconds of work, if there is no time limit.
+      remat: "never" to recompute only the ops that the step itself recomputes; None to search recomputation.
+      microbatches: number of microbatches of a step; None to search it.
+      offload: kinds of arrays in host memory (`OFFLOADED` and `RESIDUALS`), or pytree paths of arguments or their
+        beginnings; "never" for none, None to search offloading.
+      nominal_s: nominal seconds of work, if there is no time limit.
       clock: the clock of a search that goes on; None for a new one.
     """
 
@@ -72,7 +74,7 @@ class Options:
 
     @property
     def limit_s(self) -> float:
-        """Seconds for the solver, by a clock as `new_clock` makes it."""
+        """Seconds for the solver, by the clock that `new_clock` makes."""
         return self.nominal_s if self.time_limit_s is None else self.time_limit_s
 
     def new_clock(self) -> SearchClock:
@@ -84,7 +86,7 @@ def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...
     """The meshes to try.
 
     Raises:
-      InputError: the mesh that is asked for does not suit the cluster, or no mesh has an axis that a pin names.
+      InputError: the requested mesh does not suit the cluster, or no mesh has an axis that a pin names.
     """
     if options.mesh is None:
         return _shapes_with(cluster, named_axes(options.pins or {}))
@@ -99,7 +101,7 @@ def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...
 
 
 def _shapes_with(cluster: Cluster, named: Mapping[str, str]) -> tuple[tuple[int, ...], ...]:
-    """The meshes that have all these axes; where the devices are too few to split into so many, with axes of size one."""
+    """The meshes that have all these axes. If the devices are too few to split into so many axes, some have size one."""
     known = AXIS_NAMES[max(AXIS_NAMES)]
     if unknown := sorted(named.keys() - set(known)):
         raise InputError(

@@ -1,18 +1,16 @@
-"""One search: for the step as it is, and for steps that hold less: that recompute, use the host, take their batch in parts.
+"""The search for the fastest plan of one step that fits the memory cap.
 
-Each mesh shape worth trying is priced and solved without a cap, and the fastest plan that fits wins (`search.trials`). Where
-communication costs much, meshes of three axes that split an axis of the best one are tried, too (`search.finer_meshes`);
-where nothing fits as it is, only in the end, with the step that the best plan runs. Where faster ones do not fit, what costs
-next to nothing to recompute is, on the fastest of these meshes. Then that mesh is solved under the cap, other steps that
-recompute are searched (`search.recomputation`, `search.attempts`), and last, where still faster ones might be, the other
-meshes under the cap. Where nothing fits even so, or what fits is much slower than it would be without a cap, state that
-takes much of it is tried in the host's memory (`search.memory.offload`); then the step is rewritten to go through its batch
-in 2, 4, 8, ... microbatches (`search.memory.microbatches`). All this is done with it, for as long as that finds better
-plans.
+1. The baseline (the step without extra recomputation) is solved without a cap on every mesh of one or two axes. The
+   fastest solution that fits is the best plan so far (`search.trials`).
+2. Meshes of three axes follow if communication takes much of the step (`search.finer_meshes`).
+3. If a faster solution does not fit, steps that recompute ops or offload residuals are built (`search.recomputation`,
+   `search.attempts`). After them, deferred meshes are solved under the cap.
+4. If no plan fits, or the cap makes the step much slower, 1 and 3 are repeated with arguments in host memory
+   (`search.memory.offload`), then with more and more microbatches (`search.memory.microbatches`).
+5. The best plan's rewritten step is tried on the other meshes. If there is no plan, the plan of the smallest peak is tried.
 
-A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
-step without a cap are taken to bound theirs, less what recomputing is estimated to save of the time to keep things; but for
-what is faster recomputed than stacked up: that is tried by itself.
+A rewritten step computes all that the baseline computes, so lower bounds on uncapped baselines hold for it, too. Loops
+are the exception: to recompute may be faster than to stack residuals, and the bounds fall by the estimated gain.
 """
 
 import math
@@ -39,44 +37,45 @@ from autoshard.search.recomputation import (
     MAX_MESHES,
     Candidate,
     Estimates,
-    FreeSolution,
+    UncappedSolution,
     in_order,
     without_cap,
 )
 from autoshard.search.solver.clock import Deadline
-from autoshard.search.trials import Bounds, Plain, Trials
+from autoshard.search.trials import Baseline, Bounds, Trials
 
 FIRST_SHARE = 0.2
-"""Of the time for the step and all that recompute, what it may take to be held to the cap before these are tried. Source: a
-choice of ours; steps that recompute are often faster and sooner found."""
+"""Share of the time for the baseline and all steps that recompute. The fastest mesh may take it under the cap before
+steps that recompute are tried. Source: a choice of ours; steps that recompute are often faster and found sooner."""
 
-WORTH = 0.1
-"""By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two
-microbatches gather each split parameter twice."""
+MIN_CAP_LOSS = 0.1
+"""Arguments are offloaded and the batch is split only if the best plan is slower than the uncapped solution by more
+than this share. Source: a choice of ours; with two microbatches, each sharded parameter is gathered twice."""
 
 SPLIT_SHARE = 0.4
-"""Of the time left for microbatches, what one number of them may take. Source: a choice of ours."""
+"""Share of the time left for microbatches that one number of microbatches may take. Source: a choice of ours."""
 
 MAX_MICROBATCHES = 64
-"""The most that are tried where the user names no number. Source: a choice of ours."""
+"""Largest number of microbatches that is tried if the user names none. Source: a choice of ours."""
 
 Least = Callable[[], StepProblem]
-"""Makes the step that holds least ready; that takes long, and only the last one is asked."""
+"""Makes the step that needs the least memory. That takes long, so only the last such function is called."""
 
 
 class StepSearch:
     """The search for one step.
 
     Attributes:
-      trials: what is tried of it.
+      trials: the step's best plan so far, and its bounds.
       finer: its meshes of three axes.
-      shapes: the meshes that are tried, and those of three axes of which something is proven.
-      floors_s: by mesh, a lower bound on all plans.
-      savings: what may be recomputed of the step as it is.
-      free: the fastest strategies without a cap, where they are faster than those under the cap.
-      working_bytes: besides its arguments, what the step holds at least on any mesh, undivided.
-      split_s: by their number, a lower bound on plans in microbatches that were tried, without a cap.
-      tried: what was done to the step in vain, besides recomputing, for a message.
+      shapes: the meshes of the search, and those of three axes with a proven bound.
+      floors_s: lower bounds on all plans, by mesh.
+      savings: candidates for recomputation in the undivided step.
+      uncapped: the fastest uncapped solution, if it is faster than all plans under the cap.
+      working_bytes: lower bound on the undivided memory besides the arguments, on any mesh.
+      split_s: lower bounds on uncapped plans, by number of microbatches that was tried.
+      tried: a sentence for the error message on rewrites that were tried without success.
+      host_arguments: the arguments that may rest in host memory.
     """
 
     def __init__(self, trials: Trials) -> None:
@@ -90,7 +89,7 @@ class StepSearch:
         self.progress, self.clock, self.watch = trials.progress, trials.clock, trials.watch
         self.floors_s: Bounds = {}
         self.savings: tuple[Candidate, ...] = ()
-        self.free: FreeSolution | None = None
+        self.uncapped: UncappedSolution | None = None
         self.working_bytes = 0.0
         self.split_s: dict[int, float] = {}
         self.tried = ""
@@ -104,23 +103,23 @@ class StepSearch:
 
     @property
     def cutoff_s(self) -> float:
-        """What a better plan has to stay below."""
+        """Seconds that a better plan must stay below."""
         return self.trials.cutoff_s
 
     def run(self) -> Found:
         """The best plan.
 
         Raises:
-          InfeasibleError: nothing fits the cap; says what would.
-          InputError: the step cannot be split into the microbatches that are asked for.
+          InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
+          InputError: the step cannot be split into the number of microbatches that the user names.
         """
-        first = self.trials.plain(
+        first = self.trials.baseline(
             microbatched(self.step, self.options.microbatches or 1), self.options.limit_s
         )
         pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
         self.working_bytes = min(working_bytes(*one) for one in pinned)
         self.host_arguments.check_room(first.on_meshes)
-        least = self._held_down(first, self.options.limit_s / 2)
+        least = self._search_under_cap(first, self.options.limit_s / 2)
         if self.options.offload is None and self.cluster.host_bytes_per_node:
             least = self._offloaded(first) or least
         if self.options.microbatches is None:
@@ -132,7 +131,7 @@ class StepSearch:
             self.watch.lap("solve")
             return smallest
         if self.best.step_problem is not first.step_problem:
-            self._elsewhere(self.best, first.step_problem)
+            self._on_other_meshes(self.best, first.step_problem)
         best, finer = self.finer.finish(self.best, first.step_problem, self.floors_s)
         own = [best.on_mesh.shape] if best.on_mesh.shape in self.trials.proven_s(best.step_problem) else []
         self.shapes = tuple(dict.fromkeys((*self.shapes, *finer, *own)))
@@ -140,12 +139,15 @@ class StepSearch:
 
     @property
     def bounds_s(self) -> Bounds:
-        """By mesh, a lower bound on plans in as many microbatches that recompute what the best one does."""
+        """By mesh, a lower bound on plans with the best plan's microbatches, recomputation and offloading."""
         return {shape: self._bound_s(shape) for shape in self.shapes}
 
     def _bound_s(self, shape: tuple[int, ...]) -> float:
-        """The same for one mesh. Some steps are faster for recomputing: what is proven of those that do not counts only
-        where nothing else is known, less what is estimated to be saved."""
+        """A lower bound on plans of the best plan's step on one mesh.
+
+        Loops may be faster with recomputation. Then the baseline's bound counts only if the step has no bound of its
+        own, and less the estimated gain.
+        """
         own_s = self.trials.proven_s(self.best.step_problem) if self.best else {}
         gain_s = self.trials.gains_s.get(self.best.step_problem, 0.0) if self.best else 0.0
         floor_s = {**self.floors_s, **self.finer.floors_s}.get(shape, -math.inf) - gain_s
@@ -153,160 +155,184 @@ class StepSearch:
             return own_s.get(shape, floor_s)
         return max(own_s.get(shape, -math.inf), floor_s)
 
-    def _elsewhere(self, best: Found, plain: StepProblem) -> None:
-        """Looks for better plans of the best plan's step on the other meshes, where nothing is proven of all steps."""
+    def _on_other_meshes(self, best: Found, baseline: StepProblem) -> None:
+        """Looks for better plans of the best plan's step on the other meshes, unless the bounds rule them out."""
         deadline = Deadline.after(self.options.limit_s / 2, self.clock)
         others = [shape for shape in self.trials.shapes if shape != best.on_mesh.shape]
         for shape in sorted(others, key=self.floors_s.__getitem__):
-            known = self.finer.known(best.step_problem, shape, plain, self.floors_s)
+            known = self.finer.known(best.step_problem, shape, baseline, self.floors_s)
             own_s = self.trials.proven_s(best.step_problem).get(shape, -math.inf)
             if max(known.bound_s, own_s) < self.trials.least_s and not deadline.is_over:
                 self.progress(f"the same on mesh {format_mesh(shape)}")
                 on_mesh = self.trials.put_on(best.step_problem, shape)
                 self.trials.improve(best.step_problem, on_mesh, deadline.left_s, known=known)
 
-    def _held_down(self, plain: Plain, time_limit_s: float) -> Least:
-        """Looks for better plans where the fastest ones do not fit: of the step as it is, and of steps that recompute; the
-        step that holds least of all those considered."""
-        is_first, step_problem = not self.floors_s, plain.step_problem
+    def _search_under_cap(self, baseline: Baseline, time_limit_s: float) -> Least:
+        """Looks for better plans if the fastest uncapped solutions do not fit: plans of the baseline, and of steps that
+        recompute or offload. Returns the step that needs the least memory."""
+        is_first, step_problem = not self.floors_s, baseline.step_problem
         if is_first:
-            self.floors_s = plain.floors_s
-        free = [one for one in plain.free if one.cost_s < self.trials.least_s]
+            self.floors_s = baseline.floors_s
+        uncapped = [one for one in baseline.uncapped if one.cost_s < self.trials.least_s]
         if is_first:
-            self.free = next(iter(free), None)
+            self.uncapped = next(iter(uncapped), None)
         deadline = Deadline.after(time_limit_s, self.clock)
-        if is_hopeless := self._is_hopeless(plain.on_meshes):
-            self.trials.under_cap(step_problem, plain.put_off, deadline)  # which proves it
+        if cannot_fit := self._cannot_fit(baseline.on_meshes):
+            self.trials.under_cap(step_problem, baseline.deferred, deadline)  # proves that nothing fits
         elif is_first:
-            free, deadline = self.finer.free(plain, free), Deadline.after(time_limit_s, self.clock)
-        if self.options.remat == "never" and not self._may_wait:
-            self.trials.under_cap(step_problem, plain.put_off, deadline)
+            uncapped, deadline = (
+                self.finer.uncapped(baseline, uncapped),
+                Deadline.after(time_limit_s, self.clock),
+            )
+        if self.options.remat == "never" and not self._may_offload:
+            self.trials.under_cap(step_problem, baseline.deferred, deadline)
             return lambda: step_problem
-        if is_hopeless:
-            return partial(self._most_frugal, step_problem, plain.on_meshes)
+        if cannot_fit:
+            return partial(self._smallest_step, step_problem, baseline.on_meshes)
         found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
-        built = self._attempts(step_problem, deadline).make(self._offered(plain, free, found, deadline))
+        built = self._attempts(step_problem, deadline).make(
+            self._offered(baseline, uncapped, found, deadline)
+        )
         most = max(found, key=lambda candidate: candidate.saved_bytes, default=None)
         if self.best is None and most and most not in built:
             self._attempts(step_problem, Deadline.after(LEAST_ATTEMPT_S, self.clock)).make([most])
         self.watch.lap("recompute")
         if is_first:
-            self.savings = tuple(c for c in found if not c.waiting)
-        self.trials.under_cap(step_problem, plain.put_off, deadline)
+            self.savings = tuple(c for c in found if not c.offloaded_sites)
+        self.trials.under_cap(step_problem, baseline.deferred, deadline)
         if self.best is not None or not most:
             return lambda: step_problem
-        return partial(self.trials.recomputing, step_problem, most.sites, most.waiting)
+        return partial(self.trials.recomputing, step_problem, most.sites, most.offloaded_sites)
 
     def _offered(
-        self, plain: Plain, free: Sequence[FreeSolution], found: list[Candidate], deadline: Deadline
+        self,
+        baseline: Baseline,
+        uncapped: Sequence[UncappedSolution],
+        found: list[Candidate],
+        deadline: Deadline,
     ) -> Iterator[Candidate]:
-        """What may be recomputed or wait on the host, the most promising first; it is added to what was found.
+        """Candidates for recomputation and offloading, the most promising first. Each is appended to `found`.
 
-        On the fastest mesh first what costs next to nothing to recompute: plans that recompute nothing are hardly faster.
-        Then these are looked for there. On other meshes estimates are made only when the best one on the fastest was tried,
-        and only where they may be better than that and than what it led to.
+        On the fastest mesh, candidates of negligible cost come first, because plans without recomputation are hardly
+        faster. Next, that mesh is solved under the cap. Another mesh is estimated only after the best candidate of the
+        mesh before it was tried, and only if it may be better than all plans and candidates so far.
         """
-        step_problem, may_recompute = plain.step_problem, self.options.remat != "never"
+        step_problem, may_recompute = baseline.step_problem, self.options.remat != "never"
         limit_bytes, before = self.options.memory_bytes, step_problem.rewritten.before
 
         @cache
-        def estimates(one: FreeSolution) -> Estimates:
+        def estimates(one: UncappedSolution) -> Estimates:
             return Estimates(step_problem, one, self.pins, limit_bytes, deadline)
 
         def offer(more: Iterable[Candidate]) -> Iterator[Candidate]:
             for candidate in more:
                 found.append(
-                    replace(candidate, sites=before(candidate.sites), waiting=before(candidate.waiting))
+                    replace(
+                        candidate,
+                        sites=before(candidate.sites),
+                        offloaded_sites=before(candidate.offloaded_sites),
+                    )
                 )
                 self.watch.lap("recompute")
                 yield found[-1]
 
-        if free and may_recompute:
-            yield from offer(estimates(free[0]).next_to_nothing())
-        fastest = [one for one in plain.put_off if free and one is free[0].on_mesh]
+        if uncapped and may_recompute:
+            yield from offer(estimates(uncapped[0]).negligible())
+        fastest = [one for one in baseline.deferred if uncapped and one is uncapped[0].on_mesh]
         self.trials.under_cap(step_problem, fastest, deadline.share(FIRST_SHARE))
-        free = [one for one in free if one.cost_s < self.trials.least_s]
-        free += self._unhindered(plain, free)
+        uncapped = [one for one in uncapped if one.cost_s < self.trials.least_s]
+        uncapped += self._fitting_baselines(baseline, uncapped)
         may_gain, left = has_loops(step_problem.step), list[Candidate]()
-        num_before = len(found)  # what these promised was tried
-        others = self._hardly_slower(plain, found) if may_gain else ()
-        for one in islice(chain(free, others), MAX_MESHES):
+        num_before = len(found)  # candidates before these were tried
+        others = self._nearly_as_fast(baseline, found) if may_gain else ()
+        for one in islice(chain(uncapped, others), MAX_MESHES):
             best_s = min((self.cutoff_s, *(c.cost_s for c in found[num_before:])))
-            least_s = one.cost_s + self._least_again_s(one, found[num_before:])
+            least_s = one.cost_s + self._least_relief_s(one, found[num_before:])
             if may_gain or self.best is None or least_s < (1 - RELATIVE_GAP) * best_s:
-                more = estimates(one).candidates(best_s, may_recompute, self._may_wait)
+                more = estimates(one).candidates(best_s, may_recompute, self._may_offload)
                 left = in_order([*left, *offer(more)])
                 yield from left[:1]
                 del left[:1]
         yield from left
 
-    def _least_again_s(self, free: FreeSolution, found: Sequence[Candidate]) -> float:
-        """What it takes to hold so much less that strategies fit, at the least, by what was found on another mesh."""
-        missing_bytes = free.on_mesh.memory.peak(free.labels).num_bytes - self.options.memory_bytes
+    def _least_relief_s(self, uncapped: UncappedSolution, found: Sequence[Candidate]) -> float:
+        """Smallest number of seconds that recomputation or offloading adds until strategies fit, by the candidates
+        found on another mesh."""
+        missing_bytes = uncapped.on_mesh.memory.peak(uncapped.labels).num_bytes - self.options.memory_bytes
         enough = (c for c in found if c.saved_bytes >= missing_bytes)
-        return min((c.cost_s - c.free.cost_s if c.waiting else c.more_s for c in enough), default=0.0)
+        return min(
+            (c.cost_s - c.uncapped.cost_s if c.offloaded_sites else c.more_s for c in enough), default=0.0
+        )
 
-    def _is_hopeless(self, on_meshes: Sequence[MeshProblem]) -> bool:
-        """Whether nothing can fit, whatever is recomputed or waits on the host."""
+    def _cannot_fit(self, on_meshes: Sequence[MeshProblem]) -> bool:
+        """True if nothing can fit, whatever is recomputed or offloaded."""
         limit_bytes = (1 + ROUNDING) * self.options.memory_bytes
         return self.best is None and all(self._floor_bytes(one) > limit_bytes for one in on_meshes)
 
     def _floor_bytes(self, on_mesh: MeshProblem) -> float:
         return floor_bytes(on_mesh.memory, on_mesh.pinned(self.pins))
 
-    def _most_frugal(self, plain: StepProblem, on_meshes: Sequence[MeshProblem]) -> StepProblem:
-        """The step that holds least, where nothing fits."""
+    def _smallest_step(self, baseline: StepProblem, on_meshes: Sequence[MeshProblem]) -> StepProblem:
+        """The step that needs the least memory, if nothing fits."""
         deadline = Deadline.after(LEAST_ATTEMPT_S, self.clock)
-        free, _ = without_cap([min(on_meshes, key=self._floor_bytes)], self.pins, math.inf, deadline)
+        uncapped, _ = without_cap([min(on_meshes, key=self._floor_bytes)], self.pins, math.inf, deadline)
         limit_bytes = self.options.memory_bytes
-        estimates = (Estimates(plain, one, self.pins, limit_bytes, deadline) for one in free)
+        estimates = (Estimates(baseline, one, self.pins, limit_bytes, deadline) for one in uncapped)
         found = [candidate for each in estimates for candidate in each.candidates()]
         if not found or self.options.remat == "never":
-            return plain
+            return baseline
         most = max(found, key=lambda candidate: candidate.saved_bytes)
-        return self.trials.recomputing(plain, plain.rewritten.before(most.sites), frozenset())
+        return self.trials.recomputing(baseline, baseline.rewritten.before(most.sites), frozenset())
 
-    def _unhindered(self, plain: Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
-        """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best first."""
-        if not has_loops(plain.step_problem.step):
+    def _fitting_baselines(
+        self, baseline: Baseline, uncapped: Sequence[UncappedSolution]
+    ) -> list[UncappedSolution]:
+        """Baseline plans of a step with loops, the fastest first. They fit, but recomputation may make them faster."""
+        if not has_loops(baseline.step_problem.step):
             return []
-        known, found = {one.on_mesh.shape for one in free}, list(plain.found)
-        if self.best and self.best.step_problem is plain.step_problem:
-            found.append(self.best)  # on a mesh of three axes, perhaps
+        known, found = {one.on_mesh.shape for one in uncapped}, list(baseline.found)
+        if self.best and self.best.step_problem is baseline.step_problem:
+            found.append(self.best)  # its mesh may have three axes
         fastest = {one.on_mesh.shape: one for one in found if one.on_mesh.shape not in known}
         return [
-            FreeSolution(one.on_mesh, one.labels, one.on_mesh.problem.cost_s(one.labels))
+            UncappedSolution(one.on_mesh, one.labels, one.on_mesh.problem.cost_s(one.labels))
             for one in sorted(fastest.values(), key=lambda one: one.cost_s)
         ]
 
-    def _hardly_slower(self, plain: Plain, found: Sequence[Candidate]) -> Iterator[FreeSolution]:
-        """Good strategies of a step with loops on the mesh that promises most besides the best plan's, where that has been
-        promised to be faster for recomputing: elsewhere more of that may be so."""
+    def _nearly_as_fast(self, baseline: Baseline, found: Sequence[Candidate]) -> Iterator[UncappedSolution]:
+        """Good strategies of a step with loops on the most promising mesh besides the best plan's.
+
+        They matter if a candidate promised to be faster than the best plan thanks to recomputation. More ops may gain
+        on another mesh.
+        """
         best, cutoff_s = self.best, (1 + RELATIVE_GAP) * self.cutoff_s
         if best is None or not any(one.cost_s < self.cutoff_s for one in found):
             return
-        others = [one for one in plain.on_meshes if one.shape != best.on_mesh.shape]
-        for on_mesh in sorted(others, key=lambda one: plain.floors_s[one.shape])[:1]:
+        others = [one for one in baseline.on_meshes if one.shape != best.on_mesh.shape]
+        for on_mesh in sorted(others, key=lambda one: baseline.floors_s[one.shape])[:1]:
             share = Deadline.after(self.options.limit_s, self.clock).share(FIRST_SHARE)
-            known = Known(bound_s=plain.floors_s[on_mesh.shape])
+            known = Known(bound_s=baseline.floors_s[on_mesh.shape])
             yield from without_cap([on_mesh], self.pins, cutoff_s, share, known)[0]
 
-    def _attempts(self, plain: StepProblem, deadline: Deadline) -> Attempts:
-        """At steps that recompute, made of this one."""
-        known = partial(self.finer.known, plain=plain, floors_s=self.floors_s)
-        return Attempts(self.trials, plain, known, deadline)
+    def _attempts(self, baseline: StepProblem, deadline: Deadline) -> Attempts:
+        """Attempts at steps that recompute, made from this baseline."""
+        known = partial(self.finer.known, baseline=baseline, floors_s=self.floors_s)
+        return Attempts(self.trials, baseline, known, deadline)
 
     @property
-    def _may_wait(self) -> bool:
-        """Whether residuals may wait on the host."""
+    def _may_offload(self) -> bool:
+        """True if residuals may be offloaded to the host."""
         offload = self.options.offload
         is_asked = offload is None or (not isinstance(offload, str) and RESIDUALS in offload)
         return is_asked and self.cluster.host_bytes_per_node > 0
 
-    def _offloaded(self, first: Plain) -> Least | None:
-        """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least
-        of all those considered. What made no plan better is left alone; where there is no plan, an optimizer's state stays
-        there for what is tried next, as it is of no use before the update."""
+    def _offloaded(self, first: Baseline) -> Least | None:
+        """Looks for better plans with more and more arguments in host memory. If nothing fits, returns the step that
+        needs the least memory.
+
+        A kind of argument that makes no plan better returns to the device. If there is no plan, the optimizer's state
+        stays on the host in all later trials, because nothing reads it before the update.
+        """
         pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
         held_bytes = min(memory.least_bytes(kept) for memory, kept in pinned)
         least, kinds, best_hosted = None, list[str](), self.trials.hosted
@@ -314,7 +340,7 @@ class StepSearch:
             kinds.append(kind)
             hosted = self.host_arguments.of_kinds(kinds)
             is_wanted = (
-                self._is_wanting and not self._is_vain_on_host(hosted, held_bytes)
+                self._may_improve and not self._cannot_improve_on_host(hosted, held_bytes)
                 if self.best
                 else not self.host_arguments.is_too_much(hosted, self.working_bytes)
             )
@@ -322,8 +348,8 @@ class StepSearch:
                 continue
             self.trials.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
-            plain = self.trials.plain(first.step_problem.traced, self.options.limit_s / 2)
-            least = self._held_down(plain, self.options.limit_s / 4)
+            baseline = self.trials.baseline(first.step_problem.traced, self.options.limit_s / 2)
+            least = self._search_under_cap(baseline, self.options.limit_s / 4)
             if self.best is not before:
                 best_hosted = hosted
         self.trials.hosted = (
@@ -333,31 +359,31 @@ class StepSearch:
         )
         return None if self.best else least
 
-    def _is_vain_on_host(self, hosted: frozenset[int], held_bytes: float) -> bool:
-        """Whether a step that holds so much at least has to recompute even with arguments on the host, and copying these
-        and computing that makes it as slow as the best plan."""
+    def _cannot_improve_on_host(self, hosted: frozenset[int], held_bytes: float) -> bool:
+        """True if offloading cannot pay: even with these arguments on the host the step must recompute, and both
+        together cost more than the best plan."""
         moved_bytes = self.host_arguments.least_bytes(hosted)
         missing_bytes = held_bytes - moved_bytes - (1 + ROUNDING) * self.options.memory_bytes
-        if self.free is None or missing_bytes <= 0:
+        if self.uncapped is None or missing_bytes <= 0:
             return False
         copied_s = 2 * float(self.cluster.host_link.copy_s(moved_bytes))
         again_s = min((c.more_s for c in self.savings if c.saved_bytes >= missing_bytes), default=0.0)
-        return self.free.cost_s + copied_s + again_s >= self.cutoff_s
+        return self.uncapped.cost_s + copied_s + again_s >= self.cutoff_s
 
     def _in_microbatches(self) -> Least | None:
-        """Looks for better plans in microbatches; where none fits, the step that holds least of all those considered.
+        """Looks for better plans in microbatches. If nothing fits, returns the step that needs the least memory.
 
-        Without a plan, the fewest that do are found by bisection. With one, few are tried, which tell whether more may be
-        worth it; then as many as need recompute nothing.
+        If there is no plan, bisection finds the fewest microbatches that have one. Otherwise few microbatches are tried
+        first: they tell whether more may pay. Then come numbers that are large enough to fit without recomputation.
         """
         deadline = Deadline.after(self.options.limit_s, self.clock)
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
-        if not counts or not self._is_wanting:
+        if not counts or not self._may_improve:
             return None
         useful, needed = self._most_useful(counts), self._needed_counts
         if self.best is None:
-            if hopeless := self._hopeless_in(useful):
-                return hopeless
+            if smallest := self._cannot_fit_in(useful):
+                return smallest
             first = min(needed.fewest, max(counts))
             return self._in_fewest([n for n in counts if n >= first], deadline)
         few = [n for n in counts if n < min(needed.enough, useful)]
@@ -366,8 +392,8 @@ class StepSearch:
         return None
 
     def _in_fewest(self, counts: Sequence[int], deadline: Deadline) -> Least | None:
-        """Bisects for the fewest microbatches that have a plan, and so the fastest; the step that holds least if there is
-        none. When time is over without a plan, the most are tried after all."""
+        """Bisects for the fewest microbatches that have a plan, because they are the fastest. Returns the step that
+        needs the least memory if none has a plan. If time runs out without a plan, the largest number is tried."""
         least, left = None, list(counts)
         while left and not (deadline.is_over and self.best):
             count = left[-1] if deadline.is_over else left[len(left) // 2]
@@ -378,9 +404,9 @@ class StepSearch:
         return None if self.best else least
 
     def _in_more_and_more(self, counts: Sequence[int], deadline: Deadline) -> None:
-        """Tries one number of microbatches after another, as long as plans get better."""
+        """Tries one number of microbatches after another as long as plans get better."""
         for count in counts:
-            if deadline.is_over or not self._is_wanting or self._is_vain_in(count):
+            if deadline.is_over or not self._may_improve or self._cannot_improve_in(count):
                 break
             before = self.best
             if self._split_in(count, self._share_s(deadline)) is None or self.best is before:
@@ -390,73 +416,74 @@ class StepSearch:
         """Seconds for one number of microbatches."""
         return max(SPLIT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
 
-    def _is_vain_in(self, count: int) -> bool:
-        """Whether a step in so many microbatches would be as slow as the best plan, by those that were tried."""
-        if self.free is None or self.best is None:
+    def _cannot_improve_in(self, count: int) -> bool:
+        """True if a step in so many microbatches would be as slow as the best plan, extrapolated from the numbers that
+        were tried."""
+        if self.uncapped is None or self.best is None:
             return False
-        return least_s(count, self.free.cost_s, self.split_s) >= self.cutoff_s
+        return least_s(count, self.uncapped.cost_s, self.split_s) >= self.cutoff_s
 
     def _most_useful(self, counts: Sequence[int]) -> int:
-        """The largest number of microbatches that leaves every device an example."""
+        """The largest number of microbatches that leaves an example for every device."""
         size = max(batch_divisors(self.step))
         return max((n for n in counts if n * self.cluster.num_devices <= size), default=min(counts))
 
-    def _hopeless_in(self, count: int) -> Least | None:
-        """The step in so many microbatches, if nothing can fit even then."""
+    def _cannot_fit_in(self, count: int) -> Least | None:
+        """The smallest step in so many microbatches, if nothing can fit even then; None if something may fit."""
         try:
             step_problem = self.trials.made_ready(microbatched(self.step, count))
         except NotSplittableError:
             return None
         on_meshes = [self.trials.put_on(step_problem, shape) for shape in self.trials.shapes]
-        if not self._is_hopeless(on_meshes):
+        if not self._cannot_fit(on_meshes):
             return None
         self.tried = f"Nothing would fit in {count} microbatches either."
-        return partial(self._most_frugal, step_problem, on_meshes)
+        return partial(self._smallest_step, step_problem, on_meshes)
 
     def _split_in(self, count: int, time_limit_s: float) -> Least | None:
-        """Looks for better plans in that many microbatches; the step that holds least, None if it cannot be split."""
+        """Looks for better plans in so many microbatches. Returns the step that needs the least memory; None if the
+        step cannot be split."""
         try:
             step = microbatched(self.step, count)
         except NotSplittableError as e:
             self.tried = f"It has no microbatches: {first_line(e)}."
             return None
-        plain = self.trials.plain(step, time_limit_s / 2)
-        self.split_s[count] = min(one.promised_s(one.pinned(self.pins)) for one in plain.on_meshes)
+        baseline = self.trials.baseline(step, time_limit_s / 2)
+        self.split_s[count] = min(one.promised_s(one.pinned(self.pins)) for one in baseline.on_meshes)
         self.tried = f"Up to {count} microbatches were tried too."
-        return self._held_down(plain, time_limit_s / 2)
+        return self._search_under_cap(baseline, time_limit_s / 2)
 
     @property
-    def _is_wanting(self) -> bool:
-        """Whether the best plan is slower than one without a cap by so much that there may be a better one, and there is
-        time to look for it; where there is no plan, there is."""
+    def _may_improve(self) -> bool:
+        """True if there is no plan, or if time is left and the best plan is much slower than the uncapped solution."""
         if self.best is not None and self.trials.deadline.is_over:
             return False
-        return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.cost_s
+        return self.uncapped is not None and self.cutoff_s > (1 + MIN_CAP_LOSS) * self.uncapped.cost_s
 
     @property
     def _needed_counts(self) -> MicrobatchCounts:
-        """How many microbatches the step needs, where its fastest strategies do not fit as it is."""
-        assert self.free is not None, "a step is split where it is faster without a cap"
+        """Number of microbatches that makes the fastest uncapped strategies fit."""
+        assert self.uncapped is not None, "a step is split where it is faster without a cap"
         most_saved_bytes = max((c.saved_bytes for c in self.savings), default=0.0)
-        return MicrobatchCounts.of(self.free, self.options.memory_bytes, most_saved_bytes)
+        return MicrobatchCounts.of(self.uncapped, self.options.memory_bytes, most_saved_bytes)
 
-    def _forbidden_s(self, first: Plain) -> float | None:
-        """Seconds per step of a plan that recomputes, where that is forbidden and would fit."""
+    def _forbidden_s(self, first: Baseline) -> float | None:
+        """Seconds per step of a plan that recomputes, if recomputation is forbidden and would fit."""
         if self.options.remat != "never":
             return None
         limit_s = infeasible.limit_s(self.options)
         options = replace(self.options, remat=None, time_limit_s=limit_s)
         trials = Trials(self.step, self.trials.marks, self.cluster, options, self.progress, self.clock)
         allowed = StepSearch(trials)
-        allowed._held_down(first, limit_s / 2)
+        allowed._search_under_cap(first, limit_s / 2)
         return allowed.best.cost_s if allowed.best else None
 
-    def _of_smallest_peak(self, first: Plain, least: StepProblem) -> Found:
-        """The plan of the smallest peak, of the step as it is, of the one that holds least, or of all that was found, where
-        that fits after all.
+    def _of_smallest_peak(self, first: Baseline, least: StepProblem) -> Found:
+        """The plan of the smallest peak, if it fits after all: of the baseline, of the smallest step, or of all
+        strategies that the search met.
 
         Raises:
-          InfeasibleError: it does not; says what would.
+          InfeasibleError: it does not fit. The message says how the cap or the request could change.
         """
         options, deadline = self.options, Deadline.after(infeasible.limit_s(self.options), self.clock)
         is_first = least is first.step_problem

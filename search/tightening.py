@@ -1,16 +1,17 @@
-"""A loop in which a model of memory that a search can reckon with is corrected by one that has the last word.
+"""A loop in which a strict memory model corrects a fast one.
 
-The solver's rows are linear in the strategies; what the kernels of a device hold is not. The kernels' order is ours, the
-compiler's is its own. Either way the faster model proposes the best plan under a limit, at first the cap, and the
-stricter one says what the proposal needs. Where that is more than the cap, the next proposal must keep
+The solver's memory rows are linear in the strategies; the memory of a device's kernels is not. The order of kernels is
+our own, and the compiler's order differs again. In both cases the faster model proposes the best plan under a limit, at
+first the cap, and the stricter model says how much the proposal needs. If it needs more than the cap, the next proposal
+must keep
 
-  * to a limit that is lower by the overshoot, where the two models are nearly of one opinion;
-  * to a row that sees what the first one was blind to, where they are far apart and there is such a row.
+* to a limit that is lower by the excess, if both models nearly agree;
+* to one more row, which sees the arrays that the faster model missed, if they disagree by much and there is such a row.
 
-Where nothing keeps to a lower limit, the next one lies half of the way back, and none as low as that is asked for again.
+If nothing keeps to a lower limit, the next limit lies halfway back, and no limit below the failed one is tried again.
 
-Lower limits and such rows find plans that fit; they are not part of the problem that was posed. What is proven under them
-is proven of fewer plans: of all rounds' lower bounds on the step time only the first one's is a bound on what fits the cap.
+Lower limits and additional rows are not part of the original problem. A bound that is proven under them holds for fewer
+plans. So only the first round's lower bound on the step time holds for all plans that fit the cap.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,24 +20,24 @@ from dataclasses import dataclass
 from autoshard.search.solver.pbqp import MemoryConstraint
 
 MAX_ROWS = 5
-"""How often a row is added, before lower limits must do. Source: a choice of ours."""
+"""Largest number of additional rows; after that, only limits are lowered. Source: a choice of ours."""
 
 BLIND = 1.1
-"""From which share of the cap on the faster model is taken to miss something. Source: a choice of ours."""
+"""If a proposal needs more than this multiple of the cap, the faster model misses an array. Source: a choice of ours."""
 
 MARGIN = 5e-3
-"""Of the cap, by how much more than the overshoot the limit is lowered. Source: a choice of ours, as peaks come in steps."""
+"""Share of the cap by which a limit is lowered beyond the excess. Source: a choice of ours; peaks come in steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round[Proposal]:
-    """What was proposed, and what became of it.
+    """A proposal and its memory in both models.
 
     Attributes:
-      proposal: a plan, whatever that is to the caller.
-      expected_bytes: its peak in the model that proposed it.
-      needed_bytes: its peak in the one that has the last word.
-      blind_row: makes a row that the proposal overflows; None where there is no solver to add it to.
+      proposal: a plan, of any type.
+      expected_bytes: its peak in the faster model.
+      needed_bytes: its peak in the stricter model.
+      blind_row: makes a row that the proposal overflows; None if there is no solver for it.
     """
 
     proposal: Proposal
@@ -50,12 +51,13 @@ def tightened[Proposal](
     cap_bytes: float,
     max_rounds: int,
 ) -> Iterator[Round[Proposal]]:
-    """Proposals, each under what the last ones taught; whoever asks takes the first that pleases.
+    """Proposals, each under the limits and rows that the earlier ones led to. The caller takes the first one that it
+    accepts.
 
     Args:
-      propose: the best plan that keeps to a limit and to some rows; None where there is none.
-      cap_bytes: what the stricter model must keep to.
-      max_rounds: it ends after so many, or when no limit is left.
+      propose: the best plan that keeps to a limit and to some rows; None if there is none.
+      cap_bytes: the cap of the stricter model.
+      max_rounds: largest number of rounds. The loop also ends if no limit is left.
     """
     limit_bytes, kept_bytes, barren_bytes, rows = cap_bytes, cap_bytes, 0.0, ()
     for _ in range(max_rounds):

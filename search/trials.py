@@ -1,9 +1,9 @@
-"""What has been tried of one step's plans, and how more is tried.
+"""The trials of one search: a step's solutions on each mesh, the best plan so far, and the proven bounds.
 
-A step is made ready once for all meshes, put on each, and solved there without a cap first, by what is left of the time: the
-fastest of these plans that fits is the best so far, and whatever is tried next has to be faster. Meshes whose fastest plans
-do not fit are put off: what they can do under the cap takes longer to find out, and something else may be faster then. Of
-the meshes worth trying the most promising comes first, and ties go to the first.
+A step is prepared once for all meshes and solved on each mesh without a cap. The fastest of these solutions that fits
+is the best plan so far, and every later trial must beat it. A mesh whose fastest solution does not fit is deferred: to
+solve it under the cap takes longer, and another step or mesh may be faster by then. The most promising mesh comes
+first; ties go to the first in order.
 """
 
 import math
@@ -26,76 +26,77 @@ from autoshard.search.mesh_problem import (
 )
 from autoshard.search.options import Options, Progress, candidate_shapes
 from autoshard.search.problem.reshard import Resharder
-from autoshard.search.recomputation import MAX_MESHES, FreeSolution
+from autoshard.search.recomputation import MAX_MESHES, UncappedSolution
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, SearchClock
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.search.tried import Tried
 
-FREE_SHARE = 0.1
-"""Of the time left, what a mesh may take without a cap. Source: a choice of ours; most take less, and what takes longer may
-be easier under the cap."""
+UNCAPPED_SHARE = 0.1
+"""Share of the time left that one mesh may take without a cap. Source: a choice of ours; most meshes take less, and a
+slow one may be easier under the cap."""
 
 ALIKE = 0.05
-"""Meshes whose bounds differ by less promise alike. Source: a choice of ours; first bounds are not tight."""
+"""Meshes whose lower bounds differ by less than this share count as equally promising. Source: a choice of ours; first
+bounds are not tight."""
 
-ROOMY = 0.7
-"""Of the cap: strategies that hold no more in program order are taken to fit, and only the kernels of the best ones are
-simulated; should those not fit, all are asked. Source: a choice of ours; kernels seldom hold 1.4 times as much, but where
-arrays come from the host."""
+SURE_SHARE = 0.7
+"""Strategies whose peak in program order is below this share of the cap are taken to fit. Only the kernels of the best
+ones are simulated; if those do not fit, all are simulated. Source: a choice of ours; kernels seldom need 1.4 times as
+much, except for arrays that come from the host."""
 
 FINER_GAP = 0.01
-"""What is certified of a step that recomputes on a mesh of three axes. Source: a choice of ours; half of it takes several
+"""Certified gap of a warm-started solution on a mesh of three axes. Source: a choice of ours; half of it takes several
 times as long."""
 
 Sites = frozenset[Site]
-"""Of ops of the traced step."""
+"""Ops of the traced step."""
 
 Bounds = Mapping[tuple[int, ...], float]
-"""Lower bounds by mesh, in seconds."""
+"""Lower bounds in seconds, by mesh."""
 
 
 @dataclass(frozen=True, eq=False)
-class Plain:
-    """A step that recomputes nothing, tried on all meshes.
+class Baseline:
+    """A step without extra recomputation, tried on all meshes.
 
     Attributes:
-      step_problem: of the step.
-      on_meshes: on each mesh.
-      free: the fastest strategies without a cap where the cap makes a difference, the fastest first.
-      put_off: the meshes of these that were not tried under the cap, the most promising first.
-      found: the plans that were each better than the one before.
-      floors_s: on its plans without a cap, by mesh.
+      step_problem: the prepared step.
+      on_meshes: its problem on each mesh.
+      uncapped: solutions without a cap that the cap forbids or may forbid, the fastest first.
+      deferred: meshes that were not tried under the cap, the most promising first.
+      found: plans, each better than the one before it.
+      floors_s: lower bounds on plans without a cap, by mesh.
     """
 
     step_problem: StepProblem
     on_meshes: tuple[MeshProblem, ...]
-    free: tuple[FreeSolution, ...]
-    put_off: tuple[MeshProblem, ...]
+    uncapped: tuple[UncappedSolution, ...]
+    deferred: tuple[MeshProblem, ...]
     found: tuple[Found, ...]
     floors_s: Bounds
 
 
 class Trials:
-    """All that is tried of one step.
+    """All trials of one step.
 
     Attributes:
-      step: it, as it was traced.
-      marks: per argument, what keeps it and the ops around it apart from others: its pin.
-      cluster: where it will run.
-      options: what is asked for.
-      pins: of these, how arguments must rest.
-      progress: called with a line for all that is tried.
-      watch: what takes how long.
+      step: the traced step.
+      marks: per argument, its pin. Arguments with different pins are in different equivalence classes.
+      cluster: the cluster that will run the step.
+      options: the options of the search.
+      pins: the specs in which arguments must rest.
+      progress: called with a line for each trial.
+      watch: the time of each part of the search.
       best: the best plan so far.
-      nearest: of what did not fit, by the kernels of a device, what holds least.
-      hosted: the arguments that rest in the host's memory in what is tried next.
+      nearest: among solutions that do not fit, the one whose kernels need the least memory.
+      hosted: arguments that rest in host memory in the next trials.
       shapes: the meshes to try.
-      gains_s: of steps that recompute: by how much they are estimated to be faster for it.
-      clock: by which all limits count.
+      gains_s: estimated seconds by which recomputation makes a step faster.
+      clock: the clock of all limits.
       tried: the candidates that were tried.
-      began_s: on it, when the search began.
-      deadline: after it nothing is begun besides a plan that is there.
+      began_s: the clock's time at the start of the search.
+      deadline: no trial begins after it once there is a plan.
     """
 
     def __init__(
@@ -124,16 +125,16 @@ class Trials:
 
     @property
     def cutoff_s(self) -> float:
-        """What a better plan has to stay below."""
+        """Seconds that a better plan must stay below."""
         return self.best.cost_s if self.best else math.inf
 
     @property
     def least_s(self) -> float:
-        """Bounds above this prove a best plan."""
+        """A mesh whose bound is above this cannot hold a better plan."""
         return (1 - RELATIVE_GAP) * self.cutoff_s
 
     def takes(self, found: Found) -> bool:
-        """Whether a plan is better than the best one; if so, it is the best one."""
+        """Keeps a plan if it is better than the best one; returns whether it is."""
         is_better = found.cost_s < self.cutoff_s
         self.tried.takes(found)
         if is_better:
@@ -141,75 +142,81 @@ class Trials:
         return is_better
 
     def _comes_near(self, found: Found) -> None:
-        """Takes note of strategies that do not fit, if they hold less than all before them."""
+        """Keeps strategies that do not fit if they need less memory than all before them."""
         if self.nearest is None or found.peak.num_bytes < self.nearest.peak.num_bytes:
             self.nearest = found
 
-    def plain(self, step: Step, time_limit_s: float) -> Plain:
-        """Looks for better plans of a step that recomputes nothing, among those that are fastest without a cap."""
+    def baseline(self, step: Step, time_limit_s: float) -> Baseline:
+        """Looks for better plans of a step without extra recomputation, among its fastest strategies without a cap."""
         step_problem = self.made_ready(step)
         on_meshes = tuple(self.put_on(step_problem, shape) for shape in self.shapes)
         before = self.best
-        roomy_bytes = 0.0 if step_problem.has_transfers else ROOMY * self.options.memory_bytes
-        plain = self._over(on_meshes, step_problem, time_limit_s, roomy_bytes)
+        surely_fits_bytes = 0.0 if step_problem.has_transfers else SURE_SHARE * self.options.memory_bytes
+        baseline = self._over(on_meshes, step_problem, time_limit_s, surely_fits_bytes)
         if self.best is not before and self.best and not self.best.fits:
             self.best = before
-            plain = self._over(on_meshes, step_problem, time_limit_s, 0.0)
+            baseline = self._over(on_meshes, step_problem, time_limit_s, 0.0)
         self.watch.lap("solve")
-        return plain
+        return baseline
 
     def _over(
         self,
         on_meshes: tuple[MeshProblem, ...],
         step_problem: StepProblem,
         time_limit_s: float,
-        roomy_bytes: float,
-    ) -> Plain:
-        """The same, mesh by mesh; what holds so little is taken to fit."""
+        surely_fits_bytes: float,
+    ) -> Baseline:
+        """Tries a baseline mesh by mesh. Strategies below `surely_fits_bytes` are taken to fit."""
         deadline = Deadline.after(time_limit_s, self.clock)
-        free, floors_s = self._without_cap(on_meshes, step_problem, deadline)
-        found, cramped, tried = list[Found](), list[FreeSolution](), set[MeshProblem]()
-        for one in free:
-            is_cramped, before = not self._is_within(one), self.best
-            if not is_cramped and one.cost_s < self._cutoff_on(one.on_mesh):
+        uncapped, floors_s = self._without_cap(on_meshes, step_problem, deadline)
+        found, memory_bound, tried = list[Found](), list[UncappedSolution](), set[MeshProblem]()
+        for one in uncapped:
+            is_memory_bound, before = not self._is_within(one), self.best
+            if not is_memory_bound and one.cost_s < self._cutoff_on(one.on_mesh):
                 tried.add(one.on_mesh)
                 known = Known(bound_s=floors_s[one.on_mesh.shape])
-                is_cramped = self.improve(step_problem, one.on_mesh, deadline.left_s, roomy_bytes, known)[1]
-            cramped += [one] * is_cramped
+                is_memory_bound = self.improve(
+                    step_problem, one.on_mesh, deadline.left_s, surely_fits_bytes, known
+                )[1]
+            memory_bound += [one] * is_memory_bound
             found += [self.best] if self.best and self.best is not before else []
         left = [one for one in on_meshes if one not in tried]
-        put_off = tuple(sorted(left, key=lambda one: floors_s[one.shape]))
-        return Plain(step_problem, on_meshes, tuple(cramped), put_off, tuple(found), floors_s)
+        deferred = tuple(sorted(left, key=lambda one: floors_s[one.shape]))
+        return Baseline(step_problem, on_meshes, tuple(memory_bound), deferred, tuple(found), floors_s)
 
     def _without_cap(
         self, on_meshes: Sequence[MeshProblem], step_problem: StepProblem, deadline: Deadline
-    ) -> tuple[list[FreeSolution], Bounds]:
-        """Good strategies on each mesh without a cap, the fastest first, and a bound for every mesh; none where they are
-        slower than the best plan, than others that keep to the cap, or than the fastest on `MAX_MESHES` others."""
-        free: list[FreeSolution] = []
+    ) -> tuple[list[UncappedSolution], Bounds]:
+        """Good strategies on each mesh without a cap, the fastest first, and a lower bound for every mesh.
+
+        A mesh has no solution here if it is slower than the best plan, than a solution that keeps to the cap, or than
+        `MAX_MESHES` other solutions.
+        """
+        uncapped: list[UncappedSolution] = []
         floors_s: dict[tuple[int, ...], float] = {}
-        within_s, said = math.inf, said_of(step_problem.traced)
+        within_s, prefix = math.inf, progress_prefix(step_problem.traced)
         for i, on_mesh in enumerate(self._most_promising_first(on_meshes)):
-            shape, fastest = on_mesh.shape, sorted(one.cost_s for one in free)
-            self.progress(f"{said}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
+            shape, fastest = on_mesh.shape, sorted(one.cost_s for one in uncapped)
+            self.progress(f"{prefix}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
             cutoff_s = min(self._cutoff_on(on_mesh), within_s, *fastest[MAX_MESHES - 1 :])
             try:
-                kept, share_s = on_mesh.pinned(self.pins), FREE_SHARE * deadline.left_s
+                kept, share_s = on_mesh.pinned(self.pins), UNCAPPED_SHARE * deadline.left_s
                 solution = on_mesh.solve(kept, NO_CAP, share_s, cutoff_s)
-                free.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
+                uncapped.append(UncappedSolution(on_mesh, solution.labels, solution.cost_s))
                 floors_s[shape] = solution.bound_s
-                within_s = min(within_s, solution.cost_s) if self._is_within(free[-1]) else within_s
+                within_s = min(within_s, solution.cost_s) if self._is_within(uncapped[-1]) else within_s
             except NoFitError as e:
                 floors_s[shape] = e.bound_s
             self._prove(step_problem, shape, floors_s[shape])
-        return sorted(free, key=lambda one: one.cost_s), floors_s
+        return sorted(uncapped, key=lambda one: one.cost_s), floors_s
 
-    def _is_within(self, free: FreeSolution) -> bool:
-        """Whether strategies keep to the cap in program order."""
-        return free.on_mesh.memory.peak(free.labels).num_bytes <= self.options.memory_bytes
+    def _is_within(self, uncapped: UncappedSolution) -> bool:
+        """True if strategies keep to the cap in program order."""
+        return uncapped.on_mesh.memory.peak(uncapped.labels).num_bytes <= self.options.memory_bytes
 
     def _most_promising_first(self, on_meshes: Sequence[MeshProblem]) -> list[MeshProblem]:
-        """What is found first makes short work of what promises less; of those that promise alike the simplest is first."""
+        """Orders meshes so that good solutions come early and cut off later meshes. Of equally promising meshes, the
+        simplest comes first."""
         if len(on_meshes) == 1:
             return list(on_meshes)
         left = {one: one.promised_s(one.pinned(self.pins)) for one in on_meshes}
@@ -224,33 +231,33 @@ class Trials:
     def under_cap(
         self, step_problem: StepProblem, on_meshes: Iterable[MeshProblem], deadline: Deadline
     ) -> None:
-        """Looks for better plans on meshes that promise some."""
+        """Looks for better plans under the cap on meshes whose bounds allow them."""
         for on_mesh in on_meshes:
             proven_s = self.proven_s(step_problem).get(on_mesh.shape, -math.inf)
             if proven_s < self.least_s and not (self.best and deadline.is_over):
-                said, mesh = said_of(step_problem.traced), format_mesh(on_mesh.shape)
-                self.progress(f"{said}mesh {mesh}, under the cap")
+                prefix, mesh = progress_prefix(step_problem.traced), format_mesh(on_mesh.shape)
+                self.progress(f"{prefix}mesh {mesh}, under the cap")
                 self.improve(step_problem, on_mesh, deadline.left_s, known=Known(bound_s=proven_s))
 
     def made_ready(self, step: Step) -> StepProblem:
-        """A step that recomputes nothing, ready for all meshes."""
+        """A step without extra recomputation, prepared for all meshes."""
         step_problem = StepProblem.of(
             step, self.marks, self.cluster.device, hosted=self.hosted, clock=self.clock
         )
         self.watch.lap("graph")
         return step_problem
 
-    def recomputing(self, plain: StepProblem, sites: Sites, waiting: Sites) -> StepProblem:
-        """The same with something recomputed, and something waiting on the host; made once while it is in use."""
-        key = plain, sites, waiting
+    def recomputing(self, baseline: StepProblem, sites: Sites, offloaded_sites: Sites) -> StepProblem:
+        """The baseline's step with sites recomputed and residuals offloaded. It is prepared once while it is in use."""
+        key = baseline, sites, offloaded_sites
         step_problem = self._rewritten.get(key) or StepProblem.of(
-            plain.traced,
+            baseline.traced,
             self.marks,
             self.cluster.device,
             sites,
-            plain.hosted,
-            waiting,
-            known=plain.plain,
+            baseline.hosted,
+            offloaded_sites,
+            known=baseline.traced_program,
             clock=self.clock,
         )
         self._rewritten[key] = step_problem
@@ -258,7 +265,7 @@ class Trials:
         return step_problem
 
     def put_on(self, step_problem: StepProblem, shape: tuple[int, ...]) -> MeshProblem:
-        """The problem on a mesh; what is known of resharding there is shared by all that is tried."""
+        """The problem on a mesh. All trials share the resharding costs of a mesh."""
         on_mesh = step_problem.on(self.cluster, shape, self._resharders.get(shape))
         self._resharders[shape] = on_mesh.memory.costed.resharder
         self.watch.lap("strategies")
@@ -269,39 +276,48 @@ class Trials:
         step_problem: StepProblem,
         on_mesh: MeshProblem,
         time_limit_s: float,
-        roomy_bytes: float = 0.0,
+        surely_fits_bytes: float = 0.0,
         known: Known = UNKNOWN,
-        worth: float = 0.0,
+        min_gain: float = 0.0,
     ) -> tuple[float, bool]:
-        """Looks for a plan on one mesh that is better by such a share; a lower bound on all of its plans that fit, and
-        whether memory counted.
+        """Looks for a better plan on one mesh. Returns a lower bound on its plans that fit, and whether the step is
+        memory-bound there.
 
-        Where there is a start on a mesh of three axes, it is content with less.
+        With a warm start on a mesh of three axes, a larger gap is enough.
+
+        Args:
+          step_problem: the prepared step.
+          on_mesh: its problem on the mesh.
+          time_limit_s: seconds for the solver.
+          surely_fits_bytes: strategies below this peak are taken to fit.
+          known: a warm start and a bound.
+          min_gain: share by which a plan must be faster than the best one.
         """
         limit_bytes = self.options.memory_bytes
         is_near_enough = known.start is not None and on_mesh.shape not in self.shapes
         gap = FINER_GAP if is_near_enough else RELATIVE_GAP
-        kept, cutoff_s = on_mesh.pinned(self.pins), (1 - worth) * self._cutoff_on(on_mesh)
+        kept, cutoff_s = on_mesh.pinned(self.pins), (1 - min_gain) * self._cutoff_on(on_mesh)
         try:
             solution, device = on_mesh.fitting(
-                kept, limit_bytes, time_limit_s, cutoff_s, gap, roomy_bytes, known
+                kept, limit_bytes, time_limit_s, cutoff_s, gap, surely_fits_bytes, known
             )
             self.takes(Found(step_problem, on_mesh, solution.labels, limit_bytes, device))
-            bound_s, is_cramped = solution.bound_s, bool(solution.stats.num_rows)
+            bound_s, is_memory_bound = solution.bound_s, bool(solution.stats.num_rows)
         except NoFitError as e:
-            bound_s, is_cramped = e.bound_s, e.num_rows != 0
+            bound_s, is_memory_bound = e.bound_s, e.num_rows != 0
             if isinstance(e, TooLargeError):
                 self._comes_near(Found(step_problem, on_mesh, e.labels, limit_bytes, e.predicted))
         self._prove(step_problem, on_mesh.shape, bound_s)
         self.watch.lap("solve")
-        return bound_s, is_cramped
+        return bound_s, is_memory_bound
 
     def _cutoff_on(self, on_mesh: MeshProblem) -> float:
-        """What the solver has to stay below, which does not know that copies may be hidden."""
+        """The solver's cutoff on a mesh. It leaves room for copies to and from the host, because the solver does not
+        know that computation may hide them."""
         return self.cutoff_s + on_mesh.least_transfer_s(on_mesh.pinned(self.pins))
 
     def proven_s(self, step_problem: StepProblem) -> Bounds:
-        """On plans of a step that fit, by mesh."""
+        """Lower bounds on plans of a step that fit, by mesh."""
         return self._proven_s.get(step_problem, {})
 
     def _prove(self, step_problem: StepProblem, shape: tuple[int, ...], bound_s: float) -> None:
@@ -310,6 +326,6 @@ class Trials:
         self.tried.proves(step_problem, shape, bound_s)
 
 
-def said_of(step: Step) -> str:
-    """What a line of progress says first."""
+def progress_prefix(step: Step) -> str:
+    """The beginning of a progress line."""
     return f"{step.num_microbatches} microbatches, " if step.num_microbatches > 1 else ""

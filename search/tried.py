@@ -39,8 +39,8 @@ class Tried:
 
     def _known(self, step: StepProblem, shape: tuple[int, ...]) -> tuple[_Key, Candidate]:
         parts = step.traced.num_microbatches
-        key = parts, step.sites, step.waiting, step.hosted, shape
-        fresh = Candidate(shape, parts, len(step.sites), len(step.waiting), len(step.hosted))
+        key = parts, step.sites, step.offloaded_sites, step.hosted, shape
+        fresh = Candidate(shape, parts, len(step.sites), len(step.offloaded_sites), len(step.hosted))
         return key, self._by_key.get(key, fresh)
 
     def candidates(self, best: Found, bounds_s: Mapping[tuple[int, ...], float]) -> tuple[Candidate, ...]:

@@ -310,7 +310,7 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages, offloa
         stages=tuple(
             Stage(starts[s.placed.first_layer], found.num_replicas, ways.index(_way(s))) for s in found.stages
         ),
-        retention=RetentionCodec(problem.plain).said(sites) if sites else {},
+        retention=RetentionCodec(problem.traced_program).said(sites) if sites else {},
         shardings=tuple(replace(_sharding(solutions[way]), group=way[0] if is_mixed else "") for way in ways),
         estimates=replace(
             _estimates(found, taken),

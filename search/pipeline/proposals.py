@@ -172,7 +172,7 @@ class Parts:
             self.cluster.device,
             sites,
             problem.hosted,
-            known=problem.plain,
+            known=problem.traced_program,
             clock=problem.clock,
             as_run=as_tasks,
         )

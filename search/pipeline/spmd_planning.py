@@ -149,7 +149,7 @@ def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipelin
         workers=dealt.workers,
         microbatches=dealt.microbatches,
         stages=(Stage(replicas=dealt.num_replicas),) * dealt.stages,
-        retention=RetentionCodec(problem.plain).said(problem.sites) if problem.sites else {},
+        retention=RetentionCodec(problem.traced_program).said(problem.sites) if problem.sites else {},
         shardings=(intra_op.on_mesh.codec.decisions(intra_op.labels).sharding,),
         estimates=_estimates(found, memory_bytes),
         outline=outlined(step),

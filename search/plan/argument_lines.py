@@ -37,10 +37,10 @@ class _Section:
     """Arguments under one title, by their path below it.
 
     Attributes:
-      title: what they have in common; empty when they are all there is.
-      specs: per path below.
-      copies: how many arguments each of these paths stands for.
-      among: the paths from which these were taken.
+      title: the path or paths that they share; empty if the step has no other arguments.
+      specs: the spec per path below.
+      copies: number of arguments that each of these paths stands for.
+      among: all paths from which these were taken.
     """
 
     title: str
@@ -66,7 +66,7 @@ def argument_lines(arguments: Mapping[str, str]) -> list[str]:
 
 
 def _sections(specs: Mapping[Tokens, str]) -> Iterator[_Section]:
-    """The model, what of its followers lies otherwise, then everything else."""
+    """The model, then the leaves of its followers that have other specs, then all other arguments."""
     below = _below(specs)
     model, followers = _model(below, len(specs))
     if not followers:
@@ -117,7 +117,7 @@ def _below(paths: Mapping[Tokens, str]) -> dict[Tokens, dict[Tokens, None]]:
 
 
 def _model(below: Mapping[Tokens, Mapping[Tokens, None]], total: int) -> tuple[Tokens, list[Tokens]]:
-    """The subtree repeated most, and what repeats it; `((), [])` if none makes up most of the step."""
+    """The subtree with the most followers, and its followers; `((), [])` if none makes up most of the step."""
     best: tuple[tuple[int, int, bool], Tokens, list[Tokens]] = ((0, 0, False), (), [])
     for prefix, tails in below.items():
         if len(tails) * 8 < total or len(tails) < 2:
@@ -142,7 +142,7 @@ def _follows(
 
 
 def _lines(section: _Section) -> list[tuple[str, int, str]]:
-    """(spec, number of arguments, their paths) of each line: most common first, what is replicated last."""
+    """(spec, number of arguments, their paths) of each line: the most common spec first, replicated arguments last."""
     universe = _universe(section.among)
     lines = [
         (spec, section.copies * _size(box), _box_text(box, universe)) for spec, box in _boxes(section.specs)
@@ -188,7 +188,7 @@ def _merged(
 
 
 def _universe(paths: Iterable[Tokens]) -> dict[tuple[Tokens, str], set[str]]:
-    """What occurs where: after a prefix, for a token but for its numbers, the tokens."""
+    """Tokens by their place: after a prefix, and for a token without its numbers, the tokens that occur."""
     found: dict[tuple[Tokens, str], set[str]] = {}
     for path in paths:
         for i, token in enumerate(path):

@@ -1,6 +1,6 @@
 """Paths of arguments: in pieces, folded to stand for several, and the same leaf in another step.
 
-Plans call arguments by their pytree paths. What a summary prints of them is folded (`search.plan.argument_lines`):
+Plans call arguments by their pytree paths. A summary folds these (`search.plan.argument_lines`):
 `['blocks'][*]['w*']` has a `*` where numbers stand, `['block_0-3']` some of them, `['key'|'query']` either name. `unfolded`
 reads such a path as it was printed: without its beginning, which stands in a title, and without NNX's closing `.value`.
 A path may also end early, and stand for the subtree there (`within`).
@@ -28,7 +28,7 @@ NUM_NEAR = 3
 """Most paths that a message proposes for a mistyped one. Source: a choice of ours."""
 
 _BOX = ".value"
-"""What NNX puts behind the path of a variable."""
+"""The end that NNX adds to the path of a variable."""
 
 
 def pieces(path: str) -> Tokens:
@@ -155,5 +155,5 @@ class Counterparts:
 
 
 def _words(name: str) -> Tokens:
-    """A path without the signs of its containers: what is an attribute here is a key there."""
+    """A path without the signs of its containers, because an attribute of one step may be a key of the other."""
     return tuple(token.strip("[].'\"") for token in pieces(name.removesuffix(_BOX)))

@@ -1,11 +1,11 @@
-"""Measures the shares of a full assignment: what each mesh axis splits, by FLOPs and by bytes.
+"""Measures the shares of a full assignment: the dims that each mesh axis splits, by FLOPs and by bytes.
 
-Only products with weights in the forward phase count, as experts count them. A weight is a value that no example reaches. A
-loop of such a product belongs to the weight, or to the activations alone. A loop of the weight that both other arrays have
-is a stack of weights: experts. A loop of the activations alone runs over examples, positions or features: dimensions are
-followed from the arguments through the ops, by factors.
+Only products with weights in the forward phase count, as experts count them. A weight is a value that no example
+reaches. A loop of such a product belongs to the weight, or to the activations alone. A loop of the weight that both
+other arrays have is a stack of weights: experts. A loop of the activations alone runs over examples, positions or
+features. Dimensions are followed from the arguments through the ops, by factors.
 
-A step without such products, as of elementwise ops alone, is measured by all ops that examples reach.
+A step without such products, for instance one of elementwise ops alone, is measured by all ops that examples reach.
 """
 
 from collections import defaultdict
@@ -27,14 +27,14 @@ from autoshard.search.problem.flat_program import FlatOp, FlatProgram
 from autoshard.search.problem.reshard_paths import ReshardPaths
 
 RECOMPUTED = (SCOPE, "rematted_computation")
-"""Parts of the scopes of ops that the plan, or the step itself, computes once more."""
+"""Parts of the scopes of ops that the plan, or the step itself, recomputes."""
 
 DIGITS = 4
-"""Of a share in a plan's file."""
+"""Decimal digits of a share in a plan's file."""
 
 
 class Dim(IntEnum):
-    """What a dimension runs over. Where dimensions meet in one loop, the largest value holds."""
+    """The kind of index of a dimension. If dimensions meet in one loop, the largest value holds."""
 
     UNKNOWN = 0
     FEATURES = 1
@@ -68,15 +68,15 @@ def _share(part: float, whole: float) -> float:
     return round(part / whole, DIGITS) if whole else 0.0
 
 
-# --- what values are
+# --- the kinds of dimensions
 
 
 @dataclass(frozen=True, eq=False)
 class _Followed:
-    """Per value of a program, what its dimensions run over, and of which parameters it is made.
+    """Per value of a program, the kinds of its dimensions, and the parameters that it is made of.
 
     Attributes:
-      dims: per value, of each dimension.
+      dims: per value, the kind of each dimension.
       weights: per value that no example reaches, the numbers of the parameters that it is made of.
     """
 
@@ -85,7 +85,7 @@ class _Followed:
 
     @classmethod
     def of(cls, program: FlatProgram) -> "_Followed":
-        """Follows a program; twice where it has loops, as a loop's values depend on later ones."""
+        """Follows a program; twice if it has loops, because a loop's values depend on later ones."""
         dims, weights, reached = dict[int, Dims](), dict[int, frozenset[int]](), set[int]()
         for _ in range(2 if program.loops else 1):
             for op in program.ops:
@@ -111,13 +111,14 @@ def _argument_dims(program: FlatProgram, op: FlatOp) -> list[Dims]:
 
 
 def _result_dims(op: FlatOp, dims: Mapping[int, Dims]) -> list[Dims]:
-    """Per result, of each dimension. Of several factors, such as examples times positions, the first one counts."""
+    """Per result, the kind of each dimension. Of several factors, such as examples times positions, the first one
+    counts."""
     found = _loops(op, dims)
     return [tuple(found[dim[0]] if dim else Dim.UNKNOWN for dim in result) for result in op.rule.results]
 
 
 def _loops(op: FlatOp, dims: Mapping[int, Dims]) -> dict[int, Dim]:
-    """Per factor of an op, what it runs over."""
+    """Per factor of an op, its kind."""
     found: defaultdict[int, Dim] = defaultdict(lambda: Dim.UNKNOWN)
     for v, factors in zip(op.operands, op.rule.operands, strict=True):
         for dim, several in zip(dims.get(v, ()), factors, strict=False):
@@ -162,11 +163,11 @@ class _Measured:
 
     @cached_property
     def _products(self) -> tuple[tuple[FlatOp, float], ...]:
-        """The model's products and their FLOPs, those that are recomputed included."""
+        """The model's products and their FLOPs, recomputed ones included."""
         return tuple((op, flops) for _, op, flops in self._ops if op.name in PRODUCTS or op.rule.is_kernel)
 
     def model_flops(self) -> dict[str, float]:
-        """By dtype."""
+        """FLOPs of the model's products, by dtype."""
         total: dict[str, float] = {}
         for op, flops in self._products:
             if flops and not _is_recomputed(op):
@@ -175,15 +176,15 @@ class _Measured:
         return dict(sorted(total.items()))
 
     def recomputed_flops(self) -> float:
-        """Of the products that the plan computes once more."""
+        """FLOPs of the products that the plan recomputes."""
         return sum(flops for op, flops in self._products if op.op is not None and op.op.scope.endswith(SCOPE))
 
     def flops(self, phase: Phase) -> float:
-        """Of the products of a phase."""
+        """FLOPs of the products of a phase."""
         return sum(flops for op, flops in self._products if op.phase is phase)
 
     def runs(self) -> dict[str, int]:
-        """By name in the plan."""
+        """By name in the plan, the largest number of runs of a heavy op."""
         graph, counts = self.costed.graph, self.costed.graph.folded.counts
         return {
             names[0]: max(counts[k] for k in heavy)
@@ -209,7 +210,7 @@ class _Measured:
 
     @cached_property
     def _counted(self) -> tuple[tuple[int, FlatOp, float], ...]:
-        """The ops that tell what an axis splits. Ops without results, such as prints, do not."""
+        """The ops that are counted for the use of an axis. Ops without results, such as prints, are not."""
         made = [one for one in self._ops if one[1].results and not one[1].is_boundary]
         forward = [one for one in made if one[1].phase is Phase.FORWARD]
         products = [one for one in forward if one[1].name in PRODUCTS and self._weight_operands(one[1])]
@@ -221,7 +222,7 @@ class _Measured:
         return [n for n, v in enumerate(op.operands) if self.followed.weights.get(v)]
 
     def _loops_split(self, axis: int) -> dict[str, float]:
-        """Of the FLOPs of the counted ops, how many are split by each kind of loop."""
+        """FLOPs of the counted ops that an axis splits, by kind of loop."""
         total, split = 0.0, defaultdict[str, float](float)
         for op_class, op, flops in self._counted:
             total += flops
@@ -249,7 +250,7 @@ class _Measured:
         return {Dim.EXAMPLES: "examples", Dim.POSITIONS: "positions"}.get(runs_over, "features")
 
     def _sums_scattered(self, axis: int) -> float:
-        """Of the sums of products that an axis splits, those that are scattered along examples or positions."""
+        """Share of the sums of products over an axis that are scattered along examples or positions."""
         total = scattered = 0.0
         for op_class, op, flops in self._counted:
             (v,) = op.results[:1]
@@ -259,7 +260,7 @@ class _Measured:
         return _share(scattered, total)
 
     def _is_scattered(self, position: int, axis: int) -> bool:
-        """Whether terms of a sum, or what is made of them, are scattered along examples or positions."""
+        """True if the terms of a sum, or values made of them, are scattered along examples or positions."""
         program, open_, seen = self.paths.program, [self.paths.program.ops[position].results[0]], set[int]()
         while open_:
             v = open_.pop()

@@ -1,16 +1,16 @@
-"""Products and look-ups whose terms are summed up by name: by collectives that the program states, not by constraints.
+"""Products and look-ups whose terms are summed by collectives that the program names, not by constraints.
 
-XLA's partitioner finds most ways of a sum by the specs that are imposed on it, and loses three (measured on XLA:GPU, all
-ways of a product on a mesh of three axes, and of a look-up on two):
+XLA's partitioner finds most reductions of a sum from the specs that are imposed on it, and misses three (measured on
+XLA:GPU, all reductions of a product on a mesh of three axes, and of a look-up on two):
 
-* on meshes of three axes, terms that are scattered over one axis and then reduced over another. Unless both go where it
-  expects them, it makes one all-reduce over all these axes, of the whole array;
-* terms that are scattered over some axes, and then sliced over others, which were idle. It makes an all-reduce, and one
-  slice of the two;
-* what is looked up in a table whose rows are split, and scattered. It makes an all-reduce, and a slice.
+* on meshes of three axes, terms that are scattered over one axis and then reduced over another. Unless both use the
+  dims that it expects, it makes one all-reduce of the whole array over all these axes;
+* terms that are scattered over some axes, and then sliced over idle axes. It makes an all-reduce, and one slice of the
+  two;
+* results of a look-up in a table whose rows are split, if they are scattered. It makes an all-reduce, and a slice.
 
-So there each device computes its own terms (`executors.kernels`) and reduces them as planned. All readers have to begin
-their ways alike, and everything has to split evenly.
+For these, each device computes its own terms (`executors.kernels`) and reduces them as planned. The paths to all
+readers must begin alike, and all shapes must split evenly.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -29,18 +29,20 @@ LOOK_UP = "gather"
 """The primitive of a look-up in a table."""
 
 INDEX_BYTES = 4
-"""Of an index that may count any table's rows, and below the first of them."""
+"""Smallest index that can count the rows of any table, and below the first of them."""
 
 AXES_THAT_ARE_JOINED = 3
-"""On a mesh of so many axes the partitioner joins reductions. Source: as above; on two it makes all as they are imposed."""
+"""Number of mesh axes from which on the partitioner joins reductions. Source: the measurement above; on two axes it
+makes all reductions as they are imposed."""
 
 
 def named_sums(paths: ReshardPaths, in_sums: Collection[tuple[int, int]]) -> Mapping[int, ReshardPath]:
     """The reductions of such products and look-ups, by the value that each makes.
 
     Args:
-      paths: how values travel.
-      in_sums: what sums take as it is made, by op class and result: the compiler reduces products' terms behind them.
+      paths: the resharding paths of all values.
+      in_sums: results that a sum takes as they are made, by op class and result. The compiler moves their reductions
+        behind the sum.
     """
     found: dict[int, ReshardPath] = {}
     for i, op in enumerate(paths.program.ops):
@@ -53,7 +55,8 @@ def named_sums(paths: ReshardPaths, in_sums: Collection[tuple[int, int]]) -> Map
 
 
 def _is_lost(paths: ReshardPaths, i: int) -> bool:
-    """Whether the compiler would take another way than planned, and none needs it to."""
+    """True if the compiler would not follow the planned path, and the terms can be summed by name: all readers' paths
+    begin alike and split evenly."""
     if PARTIAL not in paths.made(paths.program.ops[i].results[0]):
         return False
     ways = list(_ways(paths, i))
@@ -67,12 +70,12 @@ def _is_lost(paths: ReshardPaths, i: int) -> bool:
 
 
 def _may_shift(indices: Value) -> bool:
-    """Whether indices may be counted from where a device's rows begin, below zero too."""
+    """True if indices can be counted from the first row of a device's part, also below zero."""
     return np.issubdtype(indices.dtype, np.signedinteger) and indices.dtype.itemsize >= INDEX_BYTES
 
 
 def _ways(paths: ReshardPaths, i: int) -> Iterator[ReshardPath]:
-    """From where an op's result is made to all who read it."""
+    """The path of an op's result to each of its readers."""
     (v,) = paths.program.ops[i].results
     for reader in paths.program.uses.get(v, ()):
         for operand, read in enumerate(paths.program.ops[reader].operands):
@@ -103,7 +106,7 @@ def _is_sliced(way: ReshardPath) -> bool:
 
 
 def _is_even(paths: ReshardPaths, i: int, reductions: ReshardPath) -> bool:
-    """Whether an op and its sum split evenly all the way."""
+    """True if an op and its reductions split evenly all the way."""
     op, program, mesh_shape = paths.program.ops[i], paths.program, paths.costed.resharder.mesh.shape
     (v,) = op.results
     lies = [(v, paths.made(v)), *((v, step.after) for step in reductions)]

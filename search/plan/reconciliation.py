@@ -1,14 +1,14 @@
-"""Decisions of a plan that contradict one another: which give way.
+"""Contradictions between the decisions of a plan, and the decisions that give way.
 
-Whoever edits a plan changes one line and means it; that other lines say what no longer goes with it is for us to see. Two
-decisions contradict each other where an edge between them forbids what they leave (a copy that is to be an array which now
-lies otherwise, say), or where what lies between them is left no strategy at all, which arc consistency tells (Mackworth,
-"Consistency in networks of relations", 1977): strategies without a partner at some neighbour go, until all have one or a
-node has none left.
+A user who edits a plan changes one line and means it. Other lines may contradict it. Two decisions contradict each
+other if the edge between them forbids the strategies that they leave: for instance, a copy must have an array's old
+layout, and the array has another one now. Decisions also contradict each other if a node between them is left without a
+strategy. Arc consistency finds that (Mackworth, "Consistency in networks of relations", 1977): strategies without a
+partner at some neighbour are removed, until all have partners or a node has none left.
 
-Then one of the decisions around that node gives way, and is made anew: one that was not edited before one that was, and an
-op or a copy before an argument. What gave way and need not have is taken back in the end. Where all were edited there is
-nothing to choose, and those that do not go together are named.
+Then one of the decisions around that node gives way and is made anew: one that was not edited before one that was, and
+an op or a copy before an argument. At the end, decisions that gave way without need are restored. If all decisions were
+edited, none can give way, and the contradictory ones are named.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,10 +23,10 @@ Kept = tuple[np.ndarray, ...]
 
 
 class ContradictionError(Exception):
-    """Decisions that were all edited, and do not go together.
+    """Edited decisions that contradict each other.
 
     Attributes:
-      nodes: that they are of.
+      nodes: the nodes of these decisions.
     """
 
     def __init__(self, nodes: tuple[int, ...]) -> None:
@@ -36,7 +36,7 @@ class ContradictionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """What the decisions leave that go together.
+    """Decisions without contradictions.
 
     Attributes:
       kept: per node, its labels.
@@ -48,16 +48,16 @@ class Reconciled:
 
 
 def reconciled(problem: Problem, kept: Kept, firmness: Mapping[int, int], most: int) -> Reconciled:
-    """Lets decisions go until the rest go together.
+    """Lets decisions give way until the others are consistent.
 
     Args:
-      problem: what is forbidden between nodes.
+      problem: the edges with their forbidden pairs.
       kept: per node, the labels that the decisions leave.
-      firmness: per node that is decided, how firmly: the least firm give way first, and of these the last.
-      most: as firm as what gives way to nothing.
+      firmness: per decided node, its firmness. The least firm give way first, and among these the last one.
+      most: the firmness of decisions that never give way.
 
     Raises:
-      ContradictionError: decisions that give way to nothing contradict one another.
+      ContradictionError: decisions that never give way contradict one another.
     """
     around, free = _around(problem), [np.arange(len(cost)) for cost in problem.node_cost_s]
 
@@ -82,7 +82,7 @@ def reconciled(problem: Problem, kept: Kept, firmness: Mapping[int, int], most: 
 
 
 def _least(nodes: tuple[int, ...], contradict: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
-    """Of nodes that contradict one another, some that do so without any of the others, where the rest is free."""
+    """Some of the contradictory nodes that still contradict one another if all other nodes are undecided."""
     for node in nodes:
         others = tuple(n for n in nodes if n != node)
         if contradict(others):
@@ -91,7 +91,7 @@ def _least(nodes: tuple[int, ...], contradict: Callable[[tuple[int, ...]], bool]
 
 
 def _around(problem: Problem) -> list[list[Edge]]:
-    """Per node, its edges, seen from it."""
+    """Per node, its edges as this node sees them."""
     around: list[list[Edge]] = [[] for _ in problem.node_cost_s]
     for edge in problem.edges:
         around[edge.u].append(edge)
@@ -102,7 +102,7 @@ def _around(problem: Problem) -> list[list[Edge]]:
 def _without_label(
     problem: Problem, kept: Sequence[np.ndarray], around: Sequence[Sequence[Edge]]
 ) -> int | None:
-    """A node that is left no label; None where all have one that has partners everywhere."""
+    """A node without any label; None if every node has a label with partners at all neighbours."""
     left = [k[np.isfinite(cost[k])] for k, cost in zip(kept, problem.node_cost_s, strict=True)]
     waiting = dict.fromkeys(range(len(left)))
     while waiting:

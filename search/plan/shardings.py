@@ -1,23 +1,26 @@
-"""From strategies to a sharding of the step: every decision spelled out op by op, for the executor.
+"""The sharding of a step: a plan's strategies, written out op by op for the executor.
 
-A spec is imposed where it decides: on arguments and at loops' borders, on the results of heavy ops and of ops
-with loops that cannot be split, and on what leaves a group or is reduced in it; inside a fused chain the
-compiler propagates.
+A spec is imposed if it decides something: on arguments and at the borders of loops, on the results of heavy ops and of
+ops with loops that cannot be split, and on values that leave a group or are reduced in it. Inside a fused chain the
+compiler propagates specs.
 
-A constraint cannot say that a value is partial. It says that the value is whole, and where the reader wants it
-scattered, the compiler makes one reduce-scatter of the two (XLA:GPU, measured on products and scatters):
+A constraint cannot say that a value is partial. It says that the value is whole. If the reader needs it scattered, the
+compiler joins both into one reduce-scatter (XLA:GPU, measured on products and scatters). So a value is said to be whole
+if
 
-* partial over one axis. With the reader's spec alone, the compiler may compute on an axis that the plan leaves idle;
-* terms of a sum: the compiler moves the reductions behind it. Left alone, it scatters a tied embedding's gradient into
-  the other term, which it has to reduce before.
+* it is partial over one axis. With the reader's spec alone, the compiler may compute on an axis that the plan leaves
+  idle;
+* it is a term of a sum: the compiler moves the reductions behind the sum. Without the constraint, it scatters a tied
+  embedding's gradient into the other term, which it has to reduce before.
 
-A value that is partial over several axes and no such term is not imposed: its reader's spec is. So is that of a sum that
-stays partial over fewer axes than its terms: these are scattered over the others, one by one, and the sum is reduced once.
+For a value that is partial over several axes and no such term, the reader's spec is imposed instead. The reader's spec
+is also imposed on a sum that stays partial over fewer axes than its terms. The terms are scattered over the other axes
+one by one, and the sum is reduced once.
 
-What a loop adds up is said to be whole, in the loop and behind it: the compiler makes one reduction of it, behind the loop.
-A barrier that waits for it, or for a term of a sum, waits for each device's terms (`search.plan.waited_terms`).
+A loop's sum is said to be whole, in the loop and behind it: the compiler reduces it once, behind the loop. A barrier
+that waits for such a sum, or for a term of a sum, waits for each device's terms (`search.plan.waited_terms`).
 
-Where the compiler would not find a product's way by constraints, its terms are summed up by name (`search.plan.named_sums`).
+If constraints cannot lead the compiler to a product's plan, its terms are summed by name (`search.plan.named_sums`).
 """
 
 from collections.abc import Sequence
@@ -34,11 +37,11 @@ from autoshard.search.problem.folding import Dependency
 from autoshard.search.problem.reshard_paths import ReshardPaths
 
 ON_SHARDS = frozenset({"top_k"})
-"""Ops that are applied shard by shard, kernels that somebody wrote aside (see `executors.kernels`)."""
+"""Ops that are applied shard by shard, besides kernels written by hand (see `executors.kernels`)."""
 
 
 def step_sharding(costed: CostedGraph, chosen: Sequence[int]) -> StepSharding:
-    """The sharding that a full assignment means."""
+    """The sharding of a full assignment."""
     shape = costed.resharder.mesh.shape
     spelling = _Spelling(costed, chosen)
     return StepSharding(shape, AXIS_NAMES[len(shape)], spelling.specs(), spelling.reshards())
@@ -65,7 +68,7 @@ class _Spelling:
         self.named_sums = {**named_sums(self.paths, self.summed), **on_shards}
 
     def _is_summed(self, d: Dependency) -> bool:
-        """Whether a sum takes a value as it is made, partial or not, or reduces all of it."""
+        """True if a sum takes a value as it is made, partial or not, or reduces all of it."""
         source, target = self.graph.node_of[d.producer], self.graph.node_of[d.consumer]
         made = self.paths.spec(self.graph.ports[d.producer, d.result, True])
         read = self.paths.spec(self.graph.ports[d.consumer, d.operand, False])
@@ -92,7 +95,7 @@ class _Spelling:
         return found
 
     def _shards(self, op: FlatOp, op_class: int) -> dict[Place, tuple[Spec, ...]]:
-        """How an op that is applied shard by shard reads its operands; nothing for others."""
+        """The specs in which an op that is applied shard by shard reads its operands; nothing for other ops."""
         specs = [self.paths.spec(self.graph.ports[op_class, i, False]) for i in range(len(op.operands))]
         is_split = op.rule.is_on_shards or (op.name in ON_SHARDS and self._splits_evenly(op, specs))
         if not is_split and self.named_sums.keys().isdisjoint(op.results):
@@ -125,6 +128,6 @@ class _Spelling:
         return found
 
     def _left(self, v: int, reshard: OperandReshard) -> OperandReshard:
-        """What of a way is left where a value was summed up by name."""
+        """The rest of a value's path after its terms were summed by name."""
         num_taken = 0 if self.paths.to_rest(v) else len(self.named_sums.get(v, ()))
         return replace(reshard, path=reshard.path[num_taken:])

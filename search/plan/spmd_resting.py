@@ -1,29 +1,31 @@
-"""Where values of a pipeline that is one program are while nothing runs: over the axes of stages, replicas and a replica's
-devices.
-"""
+"""The layouts of values between steps, in a pipeline that is one program: over the axes of stages, of replicas, and of
+a replica's devices."""
 
 from autoshard.search.ir.spec import WHOLE, Spec, divides
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 
 
 def num_microbatches(program: SpmdStep, sharding: SpmdSharding) -> int:
-    """Of each replica."""
+    """Number of microbatches of each replica."""
     return program.num_parts // sharding.num_replicas
 
 
 def is_shared_out(program: SpmdStep, sharding: SpmdSharding) -> bool:
-    """Whether stages split microbatches between loops over layers."""
+    """True if stages split microbatches between loops over layers."""
     return num_microbatches(program, sharding) % program.num_workers == 0
 
 
 def mesh_shape(program: SpmdStep, sharding: SpmdSharding) -> tuple[int, ...]:
-    """Of all axes."""
+    """Sizes of all axes."""
     return (program.num_workers, sharding.num_replicas, *sharding.mesh_shape)
 
 
 def resting_spec(program: SpmdStep, sharding: SpmdSharding, v: int) -> Spec:
-    """How a value lies between steps. A stack over layers is split by layers, if those of a stage are neighbours, else along
-    a dim from which they get to their stages at once; examples are split over replicas where they divide."""
+    """The spec of a value between steps.
+
+    A stack over layers is split by layers, if a stage's layers are neighbours. Otherwise it is split along a dim from
+    which its parts reach their stages in one transfer. Examples are split over replicas if they divide evenly.
+    """
     shape, spec = program.values[v].shape, sharding.spec(v)
     along: list[Spec] = []
     if v in program.layered:
@@ -36,9 +38,11 @@ def resting_spec(program: SpmdStep, sharding: SpmdSharding, v: int) -> Spec:
 
 
 def _dims_for_stages(program: SpmdStep, sharding: SpmdSharding, v: int) -> list[int]:
-    """The dims along which stages may split a stack over layers, the best first. Where stages have several rounds, those are
-    best that no array of this shape has split among a replica's devices: what is split twice is sent around twice, and
-    moments lie as their parameter does."""
+    """The dims along which stages may split a stack over layers, the best first.
+
+    If stages have several rounds, the best dims are those that no array of this shape splits among a replica's devices.
+    An array that is split twice is transferred twice, and moments have their parameter's layout.
+    """
     shape = program.values[v].shape
     if program.stages_per_worker == 1:
         return [*range(len(shape))]

@@ -1,12 +1,12 @@
-"""A training step as one program for all stages of a pipeline: its loops over layers go from stage to stage, microbatch by
-microbatch, and all else runs on all devices.
+"""A training step as one program for all stages of a pipeline. Its loops over layers run from stage to stage,
+microbatch by microbatch; all other ops run on all devices.
 
-    prologue   once: parameters in another type, the examples dealt out, sums set to zero;
-    parts      by turns, for all microbatches: what stands before a loop over layers, and such a loop, forward or backward;
+    prologue   once: casts parameters, deals out the examples, sets sums to zero;
+    parts      in turn, for all microbatches: the ops before a loop over layers, and the loop, forward or backward;
     epilogue   once: the update.
 
-A value that is another one for each microbatch is held for all of them. So what a forward loop stacks up for the backward
-loop is there for all microbatches at once, as GPipe has it, on the stage that made it.
+A value that differs between microbatches is held for all of them. So the residuals that a forward loop stacks for the
+backward loop exist for all microbatches at once, as in GPipe, on the stage that made them.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ class Segment:
     """Ops that run for each microbatch, on all devices.
 
     Attributes:
-      graph: what they compute.
-      reads: the value that each input of the graph is.
-      makes: the value that each output of the graph is.
-      wanted: of these, those that others read.
-      sums: of these, those that are added up over microbatches, each with the sum that it is added to.
+      graph: the ops.
+      reads: the value of each input of the graph.
+      makes: the value of each output of the graph.
+      wanted: values of `makes` that other parts read.
+      sums: values of `makes` that are added up over microbatches, each with the sum that it is added to.
     """
 
     graph: Graph
@@ -45,11 +45,11 @@ class LayerLoop:
 
     Attributes:
       op: the loop, a `scan`; its operands are values of the step.
-      ahead: makes those operands anew that are light, for each microbatch; of `reads`.
-      reads: the value that each input of `ahead` is.
-      makes: the value that each output of `ahead` is.
-      wanted: of its results, those that others read.
-      sums: of its results, those that are added up over microbatches, each with the sum that it is added to.
+      ahead: makes the cheap operands of the loop anew for each microbatch, from `reads`.
+      reads: the value of each input of `ahead`.
+      makes: the value of each output of `ahead`.
+      wanted: results of the loop that other parts read.
+      sums: results of the loop that are added up over microbatches, each with the sum that it is added to.
     """
 
     op: Op
@@ -66,20 +66,20 @@ class SpmdStep:
 
     Attributes:
       step: the traced step.
-      num_workers: groups of devices, along which the layers are split.
-      stages_per_worker: runs of layers that each of them has, far apart.
-      num_parts: in how many it goes through its batch: each device of a group has microbatches of its own.
+      num_workers: number of groups of devices that share the layers.
+      stages_per_worker: number of runs of layers that each group has, far apart.
+      num_parts: number of parts of the batch. Each device of a group has microbatches of its own.
       values: all values.
-      prologue: from the step's arguments to what the others read; its outputs are those values themselves.
-      parts: by turns.
-      epilogue: from what it reads, its inputs, to the step's results.
+      prologue: from the step's arguments to the values that other parts read, which are its outputs.
+      parts: segments and loops over layers, in turn.
+      epilogue: from the values that it reads, which are its inputs, to the step's results.
       index: the number of a part of the batch.
-      examples: by value of the parts that holds examples of the batch, the value of the prologue that has all parts': it has
-        one more dim, the first.
-      of_microbatch: the values that are others in each part of the batch.
-      pieces: by value that the epilogue reads, the value that it is, and of which part of the batch.
-      batch: the arguments whose first dim is the examples.
-      layered: the values whose first dim carries the layers, arguments and results among them.
+      examples: by value of the parts that holds examples, the value of the prologue that holds those of all parts. It
+        has one more dim, the first.
+      of_microbatch: values that differ between parts of the batch.
+      pieces: by value that the epilogue reads, the value and the part of the batch that it comes from.
+      batch: arguments whose first dim is the examples.
+      layered: values whose first dim is the layers, including arguments and results.
     """
 
     step: Step
@@ -100,15 +100,17 @@ class SpmdStep:
 
 @dataclass(frozen=True, eq=False)
 class SpmdSharding:
-    """How the devices of a stage share its work: as replicas, of which each has devices that form a mesh; all stages alike.
+    """The division of a stage's work among its devices: replicas, each of which is a mesh of devices. All stages are
+    alike.
 
     Attributes:
-      num_replicas: of each stage.
-      mesh_shape: sizes of the mesh's axes, outermost first; none where a replica is one device.
+      num_replicas: number of replicas of each stage.
+      mesh_shape: sizes of the mesh's axes, outermost first; empty if a replica is one device.
       axis_names: their names.
-      specs: of the values that parts read and make, and of what the step reads and makes, those that are split.
-      entering: of the values that are the same for all microbatches, those that parts read otherwise than they rest.
-      inside: by part, what is imposed on its ops; a loop over layers is the one op of its part.
+      specs: specs of the split values that the parts and the step read and make.
+      entering: specs of values that are equal for all microbatches, and that parts read in another layout than their
+        own.
+      inside: by part, the specs to impose on its ops. A loop over layers is the only op of its part.
     """
 
     num_replicas: int
@@ -121,13 +123,13 @@ class SpmdSharding:
     )
 
     def spec(self, value: int) -> Spec:
-        """How a value lies, apart from its stage and its replica."""
+        """The spec of a value, apart from its stage and its replica."""
         return self.specs.get(value, (WHOLE,) * len(self.mesh_shape))
 
     def entry_spec(self, value: int) -> Spec:
-        """How a value lies that is the same for all microbatches, where parts read it."""
+        """The spec in which parts read a value that is equal for all microbatches."""
         return self.entering.get(value, self.spec(value))
 
     def of_part(self, part: Segment | LayerLoop) -> StepSharding:
-        """What is imposed on a part's values."""
+        """The specs to impose on a part's values."""
         return self.inside.get(part, StepSharding(self.mesh_shape, self.axis_names, {}, {}))

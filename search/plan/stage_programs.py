@@ -1,20 +1,20 @@
-"""A training step as programs, each of which one stage of a pipeline runs.
+"""A training step as programs, each of which runs on one stage of a pipeline.
 
-Each stage has a program for every kind of task: forward, backward, and weight gradients where the schedule has these
-apart. A task runs it for one microbatch. What the step does once stands in programs too: its *prologue*, before all tasks,
-and its *epilogue*, behind them, with the update. As their ops may wait for other stages (a total over all gradients goes
-from all stages to one, and from there to all), a stage has one of these for each number of hops between stages that lie
-before.
+Each stage has a program for every kind of task: forward, backward, and weight gradients if the schedule separates them.
+A task runs it for one microbatch. Ops that run once per step have programs too: the *prologue* before all tasks, and
+the *epilogue* behind them, with the update. Their ops may wait for other stages. A total over all gradients, for
+instance, goes from all stages to one, and from there to all. So a stage has one such program for each number of
+transfers between stages that come before it.
 
-A value has a number and a stage where it is made or rests; programs of other stages that read it get a copy. Values of the
-forward and backward programs are others for each microbatch. A value that a program reads and makes is a sum: the new one
-takes the old one's place. All this is data: a schedule says when what runs, and an executor does it.
+A value has a number, and a stage where it is made or rests. Programs of other stages that read it get a copy. Values of
+forward and backward programs differ between microbatches. A value that a program both reads and makes is a sum: the new
+one takes the old one's place. All this is data: a schedule orders the tasks, and an executor runs them.
 
-*Replicas.* A stage's devices may be several groups that do the same for other examples: a task's program then says what one
-of them does with its part of the microbatch. What it reads of the prologue is alike for all; what it makes, and its sums,
-each has its own. The sums of all are added together once, behind the last task, for the epilogue. So a step that goes
-through its batch in so many microbatches on so many replicas takes it in as many parts as both make together: the part of a
-replica has its number times the microbatches, and the microbatch's number.
+*Replicas.* A stage's devices may form several groups that do the same work for different examples. A task's program
+then describes the work of one group on its part of the microbatch. All groups read equal values of the prologue, and
+each has its own results and sums. The groups' sums are added once, behind the last task, for the epilogue. So a step
+takes its batch in as many parts as microbatches times replicas. The number of a part is the replica's number times the
+number of microbatches, plus the microbatch's number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,14 +29,14 @@ from autoshard.search.plan.schedule import TaskKind
 
 @dataclass(frozen=True, eq=False)
 class StageProgram:
-    """What a stage runs at once.
+    """A program that a stage runs in one go.
 
     Attributes:
-      name: for messages and the compiler: `forward 2`.
-      stage: whose it is.
-      graph: what it computes.
-      reads: the value that each input of the graph is.
-      makes: the value that each output of the graph is.
+      name: its name in messages and for the compiler: `forward 2`.
+      stage: the stage that runs it.
+      graph: its ops.
+      reads: the value of each input of the graph.
+      makes: the value of each output of the graph.
     """
 
     name: str
@@ -67,18 +67,18 @@ class StagePrograms:
 
     Attributes:
       step: the traced step.
-      num_stages: in how many it is cut.
-      num_microbatches: in how many it goes through its batch.
-      num_replicas: among how many groups of a stage's devices each of them is shared out.
-      prologue: what runs before all tasks, in order.
-      tasks: what runs for a microbatch, by stage and kind; a stage may have nothing to do.
-      epilogue: what runs behind all tasks, in order.
-      stage_of: where each value is made, or rests; of arguments too.
+      num_stages: number of stages.
+      num_microbatches: number of microbatches of a batch.
+      num_replicas: number of groups of a stage's devices that share each microbatch.
+      prologue: programs before all tasks, in order.
+      tasks: the program of a task, by stage and kind; a stage may have none.
+      epilogue: programs behind all tasks, in order.
+      stage_of: the stage where each value is made or rests, arguments included.
       values: all values.
-      of_microbatch: the values that are others for each microbatch.
+      of_microbatch: values that differ between microbatches.
       index: the part's number, a value that every stage has.
-      pieces: by value that the epilogue reads: the value that it is, and of which part.
-      results: per result of the step: the value, or the literal that it is.
+      pieces: by value that the epilogue reads, the value and the part of the batch that it comes from.
+      results: per result of the step, its value or literal.
     """
 
     step: Step
@@ -97,17 +97,17 @@ class StagePrograms:
 
     @property
     def programs(self) -> Iterator[StageProgram]:
-        """All of them."""
+        """All programs."""
         yield from self.prologue
         yield from self.tasks.values()
         yield from self.epilogue
 
     def is_of_microbatch(self, value: int) -> bool:
-        """Whether a value is another one for each microbatch."""
+        """True if a value differs between microbatches."""
         return value in self.of_microbatch
 
     def is_of_replica(self, value: int) -> bool:
-        """Whether each replica has a value of its own; sums aside, of which each has a part."""
+        """True if each replica has a value of its own. Sums do not count: each replica has a part of them."""
         return value == self.index or self.is_of_microbatch(value)
 
     @cached_property
@@ -117,7 +117,7 @@ class StagePrograms:
 
     @cached_property
     def copied(self) -> tuple[int, ...]:
-        """The results that are copies, each by its value: of other results, or of arguments that their caller keeps."""
+        """The results that are copies of other results, or of arguments that their caller keeps, each by its value."""
         graph, replaces = self.step.graph, self.step.replaces
         taken = {v for n, v in enumerate(graph.inputs) if n not in replaces}
         found: list[int] = []
@@ -128,7 +128,7 @@ class StagePrograms:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What goes from stage to stage, by value and target."""
+        """The values that go from stage to stage, ordered by value and target."""
         found = {
             Transfer(v, self.stage_of[v], program.stage, self.is_of_microbatch(v))
             for program in self.programs
@@ -140,15 +140,16 @@ class StagePrograms:
 
 @dataclass(frozen=True, eq=False)
 class StageSharding:
-    """How a stage's values lie on its submesh.
+    """The layouts of a stage's values on its submesh.
 
-    The first axis of the submesh is that of the replicas. Values that each of these has for itself lie on the other axes.
+    The first axis of the submesh is that of the replicas. Values that each replica has for itself lie on the other
+    axes.
 
     Attributes:
       mesh_shape: sizes of the submesh's axes, outermost first.
       axis_names: their names.
-      specs: of the values that its programs read and make, those that are split.
-      inside: by program, the specs to impose on what it makes in between.
+      specs: specs of the split values that its programs read and make.
+      inside: by program, the specs to impose on values within it.
     """
 
     mesh_shape: tuple[int, ...]
@@ -157,10 +158,10 @@ class StageSharding:
     inside: Mapping[str, StepSharding]
 
     def spec(self, value: int) -> Spec:
-        """How a value lies."""
+        """The spec of a value."""
         return self.specs.get(value, (WHOLE,) * len(self.mesh_shape))
 
     def of_program(self, program: StageProgram) -> StepSharding:
-        """What is imposed on a program's values."""
+        """The specs to impose on a program's values."""
         nothing = StepSharding(self.mesh_shape, self.axis_names, {}, {})
         return self.inside.get(program.name, nothing)

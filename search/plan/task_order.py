@@ -11,7 +11,7 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.schedule import Schedule, Task
 
 MAX_SHOWN = 4
-"""Waiting workers in a message. Source: a choice of ours."""
+"""Number of waiting workers in a message. Source: a choice of ours."""
 
 
 def task_order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
@@ -45,7 +45,7 @@ def task_order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
 
 
 def _refuse(schedule: Schedule, waiting: dict[Task, list[int]], at: list[Task | None]) -> None:
-    """Says who waits for what."""
+    """Raises the error that names the waiting workers and the tasks that they wait for."""
     said = [f"worker {w} at {at[w]} for {task}" for task, workers in waiting.items() for w in workers]
     more = f", and {len(said) - MAX_SHOWN} more" if len(said) > MAX_SHOWN else ""
     raise PlanError(

@@ -1,7 +1,7 @@
 """Tables in plain text, and text as wide as the terminal.
 
-What is printed is made of rows in columns, the last of which may be long: pytree paths, specs, sources. `fitted` breaks a
-line that is too long where it may be broken, and goes on below its last column, so that the others stay columns.
+Reports print rows in columns. The last column may be long: pytree paths, specs, sources. `fitted` breaks long lines at
+certain characters and continues them below their last column, so that the columns stay visible.
 """
 
 import re
@@ -13,16 +13,17 @@ from autoshard.cost_model.units import format_seconds
 Row = tuple[str, ...]
 
 WIDTH = 80
-"""Columns of text where there is no terminal."""
+"""Columns of text if there is no terminal."""
 
 LEAST_WIDTH = 40
-"""Columns below which nothing is broken any further."""
+"""Smallest width to which text is broken."""
 
 LEAST_SHARE = 0.25
-"""Of the width, what a last column must have to be gone on below; otherwise a broken line goes on near the left."""
+"""Smallest share of the width that a last column needs for a broken line to continue below it. Otherwise the line
+continues near the left."""
 
 _BREAKS = re.compile(r"(?<=[|/,])|(?=\[)")
-"""Where a long word may be broken: behind an alternative, a scope or a comma, and before a key."""
+"""Places where a long word may be broken: behind an alternative, a scope or a comma, and before a key."""
 
 
 def aligned(rows: Sequence[Row], indent: int = 2, right: Container[int] = ()) -> list[str]:
@@ -39,7 +40,7 @@ def aligned(rows: Sequence[Row], indent: int = 2, right: Container[int] = ()) ->
 
 
 def fitted(text: str) -> str:
-    """Text that fits the terminal, or `WIDTH` columns where there is none."""
+    """Text that fits the terminal, or `WIDTH` columns if there is none."""
     width = max(LEAST_WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns)
     return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
 
@@ -59,7 +60,7 @@ def _broken(line: str, width: int) -> list[str]:
 
 
 def _pieces(line: str, room: int) -> Iterator[str]:
-    """What is not broken: words with the space behind them; of those that are longer than the room, parts."""
+    """Pieces that are not broken: words with the space behind them, and parts of words that are longer than the room."""
     for word in re.findall(r"\s*\S+ *", line):
         if len(word.strip()) <= room:
             yield word
@@ -69,7 +70,7 @@ def _pieces(line: str, room: int) -> Iterator[str]:
 
 
 def _below(line: str, width: int) -> int:
-    """Where a broken line goes on: below its last column, if there is room."""
+    """The column at which a broken line continues: below its last column, if there is room."""
     text = len(line) - len(line.lstrip())
     columns = [found.end() for found in re.finditer(r"\S {2,}(?=\S)", line)]
     with_room = [start for start in columns if start <= (1 - LEAST_SHARE) * width]
@@ -77,17 +78,17 @@ def _below(line: str, width: int) -> int:
 
 
 def more_of(count: int, what: str, indent: int = 2) -> list[str]:
-    """A line for what is not shown, if anything is not."""
+    """A line on the number of rows that are not shown; no line if all are shown."""
     return [f"{' ' * indent}... and {count} more {what}{'' if count == 1 else 's'}"] if count else []
 
 
 def plural(count: int, what: str, ending: str = "s") -> str:
-    """`1 array`, `2 arrays`; `2 microbatches` with "es"."""
+    """A count with its noun: `1 array`, `2 arrays`; `2 microbatches` with "es"."""
     return f"{count} {what}{'' if count == 1 else ending}"
 
 
 def search_time(search_s: Mapping[str, float]) -> list[str]:
-    """A line on how long a search took, in all and by part; none of a plan that was loaded."""
+    """A line on the time of a search, in all and by part; no line for a loaded plan."""
     if not search_s:
         return []
     split = ", ".join(f"{name} {format_seconds(s)}" for name, s in search_s.items())

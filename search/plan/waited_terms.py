@@ -1,14 +1,16 @@
 """Terms of sums that a barrier waits for.
 
-What a loop adds up is reduced once, behind it: the compiler takes the all-reduce of what is added out of the loop, if
-nothing else in the loop reads its result (XLA:GPU, measured). So it does with terms of a sum, which it reduces behind that.
-What is recomputed waits, by a barrier, for weight gradients of layers behind (`search.memory.recompute`), and those are what
-a loop over microbatches adds up, or what a tied embedding's gradient is the sum of: read by the barrier, they would be
-reduced one by one. So the barrier waits for each device's own terms of them. Products and sums make these shard by shard
-(`executors.kernels`); the barrier does not wait for terms that others make.
+A sum over a loop's iterations is reduced once, behind the loop: the compiler moves the all-reduce of each term out of
+the loop, if nothing else in the loop reads its result (XLA:GPU, measured). It also moves the all-reduces of a sum's
+terms behind the sum.
 
-The compiler takes out of a barrier what nobody reads behind it, if nobody else reads it either. So their sum is made of the
-terms for which the barrier waits: on a device the two are one array.
+Recomputed ops wait, by a barrier, for weight gradients of later layers (`search.memory.recompute`). These gradients are
+often such terms: of a loop over microbatches, or of a tied embedding's gradient. If the barrier read them, they would
+be reduced one by one. So the barrier waits for each device's own terms. Products and sums make terms shard by shard
+(`executors.kernels`); the barrier does not wait for terms of other ops.
+
+The compiler removes an operand from a barrier if nothing else reads it, before or behind the barrier. So the sum is
+made of the terms for which the barrier waits: on a device the two are one array.
 """
 
 from collections.abc import Mapping
@@ -20,12 +22,12 @@ from autoshard.search.problem.reshard import REDUCTIONS
 from autoshard.search.problem.reshard_paths import ReshardPaths
 
 MAKERS = frozenset({PRODUCT, "reduce_sum"})
-"""Ops that make terms on each device as they make the whole: no parameter says a size that is split."""
+"""Ops that make terms on each device as they make the whole: none of their parameters holds a size that is split."""
 
 
 def waited_terms(paths: ReshardPaths) -> Mapping[int, ReshardPath | None]:
-    """By value whose terms a barrier waits for, how these are scattered as they are made; None where they are not
-    made shard by shard."""
+    """By value whose terms a barrier waits for, the path that scatters them as they are made; None if they are not made
+    shard by shard."""
     found: dict[int, ReshardPath | None] = {}
     for op in paths.program.ops:
         for v, _ in op.after:
@@ -37,7 +39,7 @@ def waited_terms(paths: ReshardPaths) -> Mapping[int, ReshardPath | None]:
 
 
 def _is_on_shards(paths: ReshardPaths, v: int, way: ReshardPath) -> bool:
-    """Whether a value can be made shard by shard and scattered: of operands that are no terms, and all splits evenly."""
+    """True if a value can be made shard by shard and scattered: no operand is partial, and all shapes split evenly."""
     i, _ = paths.maker[v]
     op, values, mesh_shape = paths.program.ops[i], paths.program.values, paths.costed.resharder.mesh.shape
     ports = [paths.graph.ports[paths.folded.class_of[i], n, False] for n in range(len(op.operands))]

@@ -54,10 +54,10 @@ def drawn(
     mesh: tuple[int, ...],
     seed: int,
     hosted: frozenset[int] = frozenset(),
-    waiting: frozenset[Site] = frozenset(),
+    offloaded_sites: frozenset[Site] = frozenset(),
 ) -> SearchResult:
     """A plan that nobody would choose: each node's labels are ranked at random, and only the impossible is forbidden."""
-    step_problem, on_mesh = _on(step, mesh, hosted, waiting)
+    step_problem, on_mesh = _on(step, mesh, hosted, offloaded_sites)
     rng, problem = np.random.default_rng(seed), on_mesh.problem
     nodes = tuple(np.where(np.isfinite(c), rng.random(c.shape), np.inf) for c in problem.node_cost_s)
     edges = tuple(replace(e, cost_s=np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in problem.edges)
@@ -90,10 +90,10 @@ def _on(
     step: Step,
     mesh: tuple[int, ...],
     hosted: frozenset[int] = frozenset(),
-    waiting: frozenset[Site] = frozenset(),
+    offloaded_sites: frozenset[Site] = frozenset(),
 ) -> tuple[StepProblem, MeshProblem]:
     devices = cluster(mesh)
-    step_problem = StepProblem.of(step, (), devices.device, hosted=hosted, waiting=waiting)
+    step_problem = StepProblem.of(step, (), devices.device, hosted=hosted, offloaded_sites=offloaded_sites)
     return step_problem, step_problem.on(devices, mesh)
 
 
@@ -101,7 +101,7 @@ def _result(step_problem: StepProblem, on_mesh: MeshProblem, chosen: Sequence[in
     """Strategies as the search would have handed them out."""
     plan = Plan(
         step=step_problem.step.name,
-        fingerprint=fingerprint(step_problem.plain.program.step),
+        fingerprint=fingerprint(step_problem.traced_program.program.step),
         jax=jax.__version__,
         cluster=cluster(on_mesh.shape).to_json(),
         meshes=(on_mesh.shape,),

@@ -204,11 +204,11 @@ def test_state_and_residuals_that_wait_on_the_host_equal_one_devices(model, monk
     monkeypatch.setattr(offload, "MIN_BYTES", 1 << 8)
     with jax.enable_x64(True):
         single = on_one_device(model, jnp.float64)
-        hosted, waiting = may_be_hosted(single.step), residuals_of(single.step.graph)
-        found = plans.drawn(single.step, (2, 4), 0, hosted, waiting)
+        hosted, offloaded = may_be_hosted(single.step), residuals_of(single.step.graph)
+        found = plans.drawn(single.step, (2, 4), 0, hosted, offloaded)
         assert num_hosted(found) == len(hosted) > 0
         fetched = [op for op in found.step.graph.ops if op.is_transfer and op.phase is Phase.BACKWARD]
-        assert len(fetched) >= len(waiting) > 3  # of the state itself, fewer
+        assert len(fetched) >= len(offloaded) > 3  # of the state itself, fewer
         assert_equal(single.on_many_devices(found), single.results)
 
 

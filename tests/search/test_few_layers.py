@@ -33,12 +33,12 @@ def found(share):
 
 
 def test_what_few_layers_say_is_put_on_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(driver, "ROOM", 1.0)  # however little is held, no more is looked for
+    monkeypatch.setattr(driver, "UNUSED_SHARE", 1.0)  # however little is held, no more is looked for
     result, said = found(0.6)
     assert "the same on all layers" in said
     assert "all layers" not in said
     assert (result.short, result.whole) == (None, result)
-    assert len(result.problem.waiting) > 8
+    assert len(result.problem.offloaded_sites) > 8
     assert result.plan.estimates.peak_bytes <= result.plan.memory_bytes
     result.plan.save(tmp_path / "plan.json")
     again = driver.apply(STEP, Plan.load(tmp_path / "plan.json"), NEAR)
@@ -52,4 +52,4 @@ def test_where_fewer_might_do_all_layers_are_searched(share, monkeypatch):
     monkeypatch.setattr(driver, "shortened", lambda *args: None)
     whole, _ = found(share)
     assert result.plan.estimates.step_s <= whole.plan.estimates.step_s
-    assert len(result.problem.waiting) <= len(whole.problem.waiting)
+    assert len(result.problem.offloaded_sites) <= len(whole.problem.offloaded_sites)

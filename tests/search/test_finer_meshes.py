@@ -15,7 +15,7 @@ from autoshard.search.finer_meshes import FINER_GAP, MAX_FINER, FinerMeshes
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import UNKNOWN, Known
 from autoshard.search.options import Options
-from autoshard.search.recomputation import FreeSolution
+from autoshard.search.recomputation import UncappedSolution
 from autoshard.search.solver.clock import NEVER, Deadline, WorkClock
 from tests.search.chain import chain
 from tests.zoo import make_dlrm, make_lstm, make_vit
@@ -102,10 +102,10 @@ def test_what_only_recomputes_is_not_tried_where_the_plain_step_gains_nothing(
     is_split, gain_s, shape, floors_s, may_gain
 ):
     """What goes through its batch in parts is: it communicates more; and what is faster for recomputing, on three axes."""
-    plain, recomputing = mock.Mock(traced="whole"), mock.Mock(traced="in parts" if is_split else "whole")
+    baseline, recomputing = mock.Mock(traced="whole"), mock.Mock(traced="in parts" if is_split else "whole")
     best = SimpleNamespace(step_problem=recomputing, on_mesh=SimpleNamespace(shape=shape))
     finer = FinerMeshes(SimpleNamespace(shapes=((8, 8),), gains_s={recomputing: gain_s}))
-    assert finer._may_gain((2, 4, 8), best, plain, floors_s) == may_gain
+    assert finer._may_gain((2, 4, 8), best, baseline, floors_s) == may_gain
 
 
 @pytest.mark.slow  # `test_what_is_faster_recomputed_than_stacked_...` shows it for the mesh that is the fastest anyway
@@ -206,7 +206,7 @@ def test_fewer_examples_than_devices_are_fastest_on_a_mesh_that_does_not_split_t
 )
 def test_meshes_of_three_axes_that_are_open_get_what_time_is_left(monkeypatch, first_bounds_s, again):
     shapes, calls = ((2, 4, 8), (8, 2, 4)), []
-    fastest = FreeSolution(SimpleNamespace(shape=(8, 8)), (), 1.0)
+    fastest = UncappedSolution(SimpleNamespace(shape=(8, 8)), (), 1.0)
     trials = SimpleNamespace(
         best=None,
         cutoff_s=2.0,
@@ -223,13 +223,13 @@ def test_meshes_of_three_axes_that_are_open_get_what_time_is_left(monkeypatch, f
         calls.append(index)
         return []
 
-    monkeypatch.setattr(FreeSolution, "communication_share", 0.5)
+    monkeypatch.setattr(UncappedSolution, "communication_share", 0.5)
     promising = [(SimpleNamespace(shape=shape), UNKNOWN) for shape in shapes]
-    monkeypatch.setattr(finer, "_splits", lambda plain, coarser: promising)
+    monkeypatch.setattr(finer, "_splits", lambda baseline, coarser: promising)
     monkeypatch.setattr(finer, "_deadline", lambda share: NEVER)
     monkeypatch.setattr(finer, "_too_large_on", look)
-    plain = SimpleNamespace(step_problem="a step", free=(), found=(), floors_s={(64,): 1.0})
-    assert finer.free(plain, [fastest]) == [fastest]
+    baseline = SimpleNamespace(step_problem="a step", uncapped=(), found=(), floors_s={(64,): 1.0})
+    assert finer.uncapped(baseline, [fastest]) == [fastest]
     assert calls == [0, 1, *again]
 
 
@@ -241,7 +241,7 @@ def test_meshes_are_asked_what_they_promise_while_there_is_time(monkeypatch, lef
     """The later one is asked, the more it promises; two split the best mesh, two others are tried besides."""
     clock, asked = WorkClock(), []
 
-    def begun(plain, shape, coarser):
+    def begun(baseline, shape, coarser):
         def promised_s(kept, known):
             clock.spend(1.0)
             asked.append(shape)
@@ -252,6 +252,6 @@ def test_meshes_are_asked_what_they_promise_while_there_is_time(monkeypatch, lef
     finer = FinerMeshes(mock.Mock(cluster=SLOW))
     monkeypatch.setattr(finer, "_deadline", lambda share: Deadline.after(left_s, clock))
     monkeypatch.setattr(finer, "_begun", begun)
-    plain = mock.Mock(on_meshes=[mock.Mock(shape=shape) for shape in ((2, 32), (8, 8))])
-    coarser = [FreeSolution(mock.Mock(shape=(8, 8)), (), 1.0)]
-    assert [on_mesh.shape for on_mesh, _ in finer._most_promising(plain, coarser)] == tried
+    baseline = mock.Mock(on_meshes=[mock.Mock(shape=shape) for shape in ((2, 32), (8, 8))])
+    coarser = [UncappedSolution(mock.Mock(shape=(8, 8)), (), 1.0)]
+    assert [on_mesh.shape for on_mesh, _ in finer._most_promising(baseline, coarser)] == tried

@@ -98,6 +98,6 @@ def test_what_would_have_to_recompute_and_be_as_slow_is_not_tried(monkeypatch):
     options = Options(int(0.7 * roomy_bytes), microbatches=1)
     step_s = find(step, cluster, options, said.append).plan.estimates.step_s
     assert [line for line in said if line.endswith("on the host")] == ["optimizer state on the host"]
-    monkeypatch.setattr(StepSearch, "_is_vain_on_host", lambda *_: False)
+    monkeypatch.setattr(StepSearch, "_cannot_improve_on_host", lambda *_: False)
     assert find(step, cluster, options, said.append).plan.estimates.step_s == step_s
     assert "optimizer state and parameters on the host" in said

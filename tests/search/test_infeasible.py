@@ -111,7 +111,7 @@ def test_strategies_that_a_search_met_count_where_it_finds_no_smaller_peak(monke
     message = str(raised.value)
     assert f"The smallest peak found is {format_bytes(PEAK)} " in message
     (cap,) = re.findall(r"would fit: a cap of ([^(]+) \(step", message)
-    assert parse_bytes(cap) == pytest.approx(infeasible.NEAR_ROOM * PEAK, rel=0.01)
+    assert parse_bytes(cap) == pytest.approx(infeasible.MET_PEAK_SLACK * PEAK, rel=0.01)
 
 
 PINNED = {"w": P("data")}
@@ -128,7 +128,7 @@ def test_the_mesh_that_must_hold_least_is_asked_first_and_no_other_if_it_comes_n
 
 
 def test_others_are_asked_while_there_is_time_and_the_best_is_kept(monkeypatch):
-    monkeypatch.setattr(infeasible, "NEAR", 0.0)
+    monkeypatch.setattr(infeasible, "CLOSE_TO_FLOOR", 0.0)
     asked = Asked(monkeypatch)
     found = smallest(options(1, pins=PINNED), time_s=10.0)
     assert (asked.shapes, found.on_mesh.shape, found.untried) == ([(4,), (2, 2)], (4,), ())
@@ -137,7 +137,7 @@ def test_others_are_asked_while_there_is_time_and_the_best_is_kept(monkeypatch):
 
 
 def test_of_meshes_that_were_not_asked_nothing_is_claimed(monkeypatch):
-    monkeypatch.setattr(infeasible, "NEAR", 0.0)
+    monkeypatch.setattr(infeasible, "CLOSE_TO_FLOOR", 0.0)
     asked = Asked(monkeypatch)
     found = smallest(options(1, pins=PINNED), time_s=0.0)
     assert (asked.shapes, found.untried) == ([(4,)], ("2x2",))

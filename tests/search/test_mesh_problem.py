@@ -251,7 +251,7 @@ def test_what_is_lightened_holds_little_where_it_held_most_and_costs_hardly_more
     for cost_s, num_bytes, labels in sorted(one for one in allowed if one[0] < inf)[:20]:
         row = ON_MESH.memory.row(ON_MESH.memory.peak(labels).position)
         price_s = RELATIVE_GAP * cost_s / num_bytes
-        found = ON_MESH.lightened(kept, labels, Deadline.after(10.0, ON_MESH.clock))
+        found = ON_MESH.with_less_memory(kept, labels, Deadline.after(10.0, ON_MESH.clock))
         assert ON_MESH.problem.cost_s(found) <= (1 + RELATIVE_GAP) * cost_s
         least_s = min(c + price_s * row.total_bytes(others) for c, _, others in allowed)
         assert ON_MESH.problem.cost_s(found) + price_s * row.total_bytes(found) == pytest.approx(least_s)

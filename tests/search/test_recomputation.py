@@ -26,7 +26,7 @@ from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
 from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.shortening import shortened
-from autoshard.search.recomputation import Candidate, Estimates, FreeSolution
+from autoshard.search.recomputation import Candidate, Estimates, UncappedSolution
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, WorkClock
 from autoshard.search.step_search import FIRST_SHARE, StepSearch
@@ -144,8 +144,8 @@ def test_what_is_faster_recomputed_than_stacked_is_recomputed_without_a_cap():
 
 def test_recomputation_costs_no_more_than_sharding_more_would():
     """A cap that plain plans reach too."""
-    plain, either = found(False, 0.98, "never"), found(False, 0.98)
-    assert cost_s(either) <= cost_s(plain) * (1 + 1e-9)
+    baseline, either = found(False, 0.98, "never"), found(False, 0.98)
+    assert cost_s(either) <= cost_s(baseline) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("is_scanned", [False, True])
@@ -240,10 +240,10 @@ def test_what_misses_by_little_does_not_keep_the_rest_from_being_tried():
     cluster = parse_cluster("64xA100-80GB-Ethernet")
     case = make_gpt_linen(num_layers=8, hidden=1024, heads=16, vocab=32000, seq=512, batch=4 * 64)
     step = trace(case.step, *case.abstract_args())
-    free = driver.find(step, cluster, Options(cluster.device_memory_limit())).plan.estimates
-    tight = driver.find(step, cluster, Options(int(0.8 * free.peak_bytes))).plan.estimates
-    assert tight.peak_bytes <= 0.8 * free.peak_bytes
-    assert tight.step_s < 1.02 * free.step_s
+    uncapped = driver.find(step, cluster, Options(cluster.device_memory_limit())).plan.estimates
+    tight = driver.find(step, cluster, Options(int(0.8 * uncapped.peak_bytes))).plan.estimates
+    assert tight.peak_bytes <= 0.8 * uncapped.peak_bytes
+    assert tight.step_s < 1.02 * uncapped.step_s
 
 
 def test_the_fastest_mesh_is_held_to_the_cap_first_and_the_others_last(monkeypatch):
@@ -283,8 +283,10 @@ def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
     def promising(estimates, *args):
         step_problem = StepProblem.of(traced(True), [""] * len(traced(True).arguments), CLUSTER.device)
         on_meshes = [step_problem.on(CLUSTER, shape) for shape in ((8,), (2, 4))]
-        free = [FreeSolution(one, one.solve(one.pinned({}), NO_CAP, 10.0).labels, 0.0) for one in on_meshes]
-        return [Candidate(one, sites, cost_s=0.0, more_s=0.0, saved_bytes=1.0) for one in free]
+        uncapped = [
+            UncappedSolution(one, one.solve(one.pinned({}), NO_CAP, 10.0).labels, 0.0) for one in on_meshes
+        ]
+        return [Candidate(one, sites, cost_s=0.0, more_s=0.0, saved_bytes=1.0) for one in uncapped]
 
     def fitting(on_mesh, *args, **more):
         if tried and tried[-1].startswith("recomputing"):
@@ -302,9 +304,9 @@ def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
 def test_other_meshes_are_estimated_where_the_fastest_one_does_not_do(monkeypatch, is_missing, estimated):
     shapes, begin, fits = [], Estimates.__init__, MeshProblem.fitting
 
-    def recorded(estimates, step_problem, free, *args):
-        shapes.append(free.on_mesh.shape)
-        begin(estimates, step_problem, free, *args)
+    def recorded(estimates, step_problem, uncapped, *args):
+        shapes.append(uncapped.on_mesh.shape)
+        begin(estimates, step_problem, uncapped, *args)
 
     def fitting(on_mesh, *args, **more):
         if is_missing and on_mesh.shape == (2, 4):
@@ -367,7 +369,7 @@ def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomput
     step_problem = StepProblem.of(traced(False), (), CLUSTER.device)
     on_mesh = step_problem.on(CLUSTER, (8,))
     solution = on_mesh.solve(on_mesh.pinned({}), NO_CAP, 10.0)
-    free = FreeSolution(on_mesh, solution.labels, solution.cost_s)
+    uncapped = UncappedSolution(on_mesh, solution.labels, solution.cost_s)
     in_order_bytes = on_mesh.memory.peak(solution.labels).num_bytes
     predicted = MeshProblem.predicted
     saved = []
@@ -379,8 +381,8 @@ def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomput
 
         monkeypatch.setattr(MeshProblem, "predicted", more)
         limit_bytes, deadline = int(0.99 * in_order_bytes), Deadline.after(10.0, on_mesh.clock)
-        found = Estimates(step_problem, free, {}, limit_bytes, deadline).candidates()
-        again = [c for c in found if c.cost_s <= free.cost_s + c.more_s + 1e-12]
+        found = Estimates(step_problem, uncapped, {}, limit_bytes, deadline).candidates()
+        again = [c for c in found if c.cost_s <= uncapped.cost_s + c.more_s + 1e-12]
         saved.append(min(c.saved_bytes for c in again))
     missing = [in_order_bytes - 0.99 * in_order_bytes / times for times in (1.0, 1.25)]
     assert all(s >= m for s, m in zip(saved, missing, strict=True))
@@ -399,16 +401,16 @@ def test_copies_to_the_host_are_never_expected_to_hide_altogether(monkeypatch):
     cap_bytes = int(0.8 * found(False, None).plan.estimates.peak_bytes)
     near = replace(CLUSTER, host_link=replace(CLUSTER.host_link, bytes_per_s=1e12))
     driver.find(traced(False), near, Options(cap_bytes, (8,), microbatches=1))
-    saved_bytes = {0.0: 0.0} | {one.more_s: one.saved_bytes for one in offered if not one.waiting}
-    waiting = [one for one in offered if one.waiting and one.cost_s < np.inf]
-    assert waiting
-    for one in waiting:
+    saved_bytes = {0.0: 0.0} | {one.more_s: one.saved_bytes for one in offered if not one.offloaded_sites}
+    offloading = [one for one in offered if one.offloaded_sites and one.cost_s < np.inf]
+    assert offloading
+    for one in offloading:
         copied_s = 2 * near.host_link.copy_s(one.saved_bytes - saved_bytes[one.more_s])
-        assert one.cost_s - one.free.cost_s - one.more_s >= 0.2 * copied_s > 0
+        assert one.cost_s - one.uncapped.cost_s - one.more_s >= 0.2 * copied_s > 0
 
 
-def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
-    """What saves hardly more than a step that missed is passed over; it may be the only one that fits."""
+def test_a_postponed_candidate_is_tried_if_all_others_miss_the_cap(monkeypatch):
+    """A candidate that saves hardly more than one that missed the cap may be the only one that fits."""
     offered: list[Candidate] = []
     tried: list[frozenset[Site]] = []
     built, candidates = StepProblem.of, Estimates.candidates
@@ -445,19 +447,19 @@ def built_of(monkeypatch, saved_bytes, left_s, improve):
     """
     clock, built = WorkClock(), list[float]()
     trials = Trials(traced(False), ["", "", ""], CLUSTER, Options(100, (8,)), lambda line: None, clock)
-    plain = trials.made_ready(traced(False))
-    free = FreeSolution(trials.put_on(plain, (8,)), (), 1.0)
-    offered = [Candidate(free, frozenset({(n,)}), 1.0, 0.0, saved) for n, saved in enumerate(saved_bytes)]
+    baseline = trials.made_ready(traced(False))
+    uncapped = UncappedSolution(trials.put_on(baseline, (8,)), (), 1.0)
+    offered = [Candidate(uncapped, frozenset({(n,)}), 1.0, 0.0, saved) for n, saved in enumerate(saved_bytes)]
     by_sites = {one.sites: one.saved_bytes for one in offered}
 
-    def recomputing(trials, plain, sites, waiting):
+    def recomputing(trials, baseline, sites, offloaded_sites):
         built.append(by_sites[sites])
-        return plain
+        return baseline
 
     monkeypatch.setattr(Trials, "recomputing", recomputing)
     monkeypatch.setattr(Trials, "improve", lambda trials, *args, known: improve(trials, built))
     monkeypatch.setattr(Attempts, "_known", lambda *args: UNKNOWN)
-    Attempts(trials, plain, lambda *args: UNKNOWN, Deadline.after(left_s, clock)).make(offered)
+    Attempts(trials, baseline, lambda *args: UNKNOWN, Deadline.after(left_s, clock)).make(offered)
     return built
 
 
@@ -469,10 +471,10 @@ def test_where_time_is_over_and_there_is_no_plan_only_what_saves_more_is_tried(m
 
 
 @pytest.mark.parametrize(("found_s", "tried"), [(1.02, [1.0, 50.0]), (1.05, [1.0, 50.0, 2.0])])
-def test_what_was_passed_over_is_tried_where_what_was_found_is_slower_than_estimates_are_wrong(
+def test_a_postponed_candidate_is_tried_if_the_best_plan_is_slower_by_more_than_estimates_err(
     monkeypatch, found_s, tried
 ):
-    """What saves 2 bytes is passed over, as what saves 1 missed; with 50 bytes saved there is a plan."""
+    """The candidate that saves 1 byte missed the cap, so that of 2 bytes is postponed. That of 50 bytes makes a plan."""
 
     def improve(trials, built):
         if built[-1] == 50.0:
@@ -483,17 +485,17 @@ def test_what_was_passed_over_is_tried_where_what_was_found_is_slower_than_estim
 
 
 @pytest.mark.parametrize(
-    ("bound_s", "is_cramped", "tried"),
+    ("bound_s", "is_memory_bound", "tried"),
     [(1.0, False, [3.0, 2.0]), (1.1, False, [3.0]), (1.1, True, [3.0, 2.0])],
 )
-def test_estimates_are_amiss_by_what_the_first_one_was_amiss_without_memory(
-    monkeypatch, bound_s, is_cramped, tried
+def test_later_estimates_are_corrected_by_the_error_of_the_first_one_that_fits(
+    monkeypatch, bound_s, is_memory_bound, tried
 ):
     """Both promise 1 s, and there is a plan that takes 1.05 s."""
 
     def improve(trials, built):
         trials.best = mock.Mock(cost_s=1.05)
-        return bound_s, is_cramped
+        return bound_s, is_memory_bound
 
     monkeypatch.setattr(attempts, "MISSED_SHARE", -1.0)
     assert built_of(monkeypatch, (3.0, 2.0), 10.0, improve) == tried
@@ -506,12 +508,14 @@ def test_another_mesh_is_not_estimated_where_it_would_be_too_slow_with_what_it_m
     )
     held = mock.Mock()
     held.pinned.return_value, held.memory.peak.return_value = (), mock.Mock(num_bytes=150.0)
-    free = FreeSolution(held, (), 1.0)
-    found = [Candidate(free, frozenset(), 1.3, more_s, saved) for more_s, saved in ((0.2, 60.0), (0.1, 40.0))]
-    assert search._least_again_s(free, found) == 0.2
-    waiting = Candidate(free, frozenset(), 1.05, 0.0, 60.0, frozenset({(0,)}))
-    assert search._least_again_s(free, [*found, waiting]) == pytest.approx(0.05)
-    assert search._least_again_s(free, found[1:]) == 0.0
+    uncapped = UncappedSolution(held, (), 1.0)
+    found = [
+        Candidate(uncapped, frozenset(), 1.3, more_s, saved) for more_s, saved in ((0.2, 60.0), (0.1, 40.0))
+    ]
+    assert search._least_relief_s(uncapped, found) == 0.2
+    offloading = Candidate(uncapped, frozenset(), 1.05, 0.0, 60.0, frozenset({(0,)}))
+    assert search._least_relief_s(uncapped, [*found, offloading]) == pytest.approx(0.05)
+    assert search._least_relief_s(uncapped, found[1:]) == 0.0
 
 
 @pytest.mark.parametrize(("promised_s", "tried"), [(0.99, [(2, 4)]), (1.0, [])])
@@ -521,7 +525,7 @@ def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monke
         Trials(traced(False), ["", "", ""], CLUSTER, Options(100), lambda line: None, WorkClock())
     )
     on_meshes = [mock.Mock(shape=shape) for shape in ((8,), (4, 2), (2, 4))]
-    plain = mock.Mock(on_meshes=on_meshes, floors_s={(8,): 0.9, (4, 2): 0.97, (2, 4): 0.95})
+    baseline = mock.Mock(on_meshes=on_meshes, floors_s={(8,): 0.9, (4, 2): 0.97, (2, 4): 0.95})
     search.trials.best = mock.Mock(cost_s=1.0, on_mesh=on_meshes[0])
     asked = []
 
@@ -529,11 +533,11 @@ def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monke
         asked.extend(on_mesh.shape for on_mesh in on_meshes)
         assert 1.0 < cutoff_s < 1.01
         assert known.bound_s == 0.95
-        return [FreeSolution(on_meshes[0], (), 1.001)], {}
+        return [UncappedSolution(on_meshes[0], (), 1.001)], {}
 
     monkeypatch.setattr(step_search, "without_cap", without_cap)
-    offered = Candidate(FreeSolution(on_meshes[0], (), 1.0), frozenset(), promised_s, 0.0, 1.0)
-    found = [one.on_mesh.shape for one in search._hardly_slower(plain, [offered])]
+    offered = Candidate(UncappedSolution(on_meshes[0], (), 1.0), frozenset(), promised_s, 0.0, 1.0)
+    found = [one.on_mesh.shape for one in search._nearly_as_fast(baseline, [offered])]
     assert found == asked == tried
 
 
@@ -541,10 +545,10 @@ def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monke
 def test_only_steps_with_loops_are_looked_at_there(monkeypatch, is_scanned):
     asked = []
 
-    def hardly_slower(search, plain, found):
-        asked.append(plain)
+    def nearly_as_fast(search, baseline, found):
+        asked.append(baseline)
         yield from ()
 
-    monkeypatch.setattr(StepSearch, "_hardly_slower", hardly_slower)
+    monkeypatch.setattr(StepSearch, "_nearly_as_fast", nearly_as_fast)
     driver.find(traced(is_scanned), CLUSTER, Options(1 << 40, offload="never", microbatches=1))
     assert bool(asked) == is_scanned

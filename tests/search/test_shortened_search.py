@@ -19,7 +19,6 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.executors.jit import build
 from autoshard.search import driver
 from autoshard.search.driver import SearchResult
-from autoshard.search.handing_over import handed_over, unlike_their_next, unseen_between_likes
 from autoshard.search.ir.graph import Phase, Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import StepProblem
@@ -30,6 +29,7 @@ from autoshard.search.problem import shortening
 from autoshard.search.problem.likes import blocks, places
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
+from autoshard.search.warm_starts import for_whole_step, passed_between_layers, unlike_neighbours
 from tests import zoo
 from tests.decisions import with_decisions
 
@@ -90,7 +90,9 @@ def test_where_that_fits_nothing_all_layers_are_searched():
     assert result.plan.estimates.peak_bytes <= TIGHTER_BYTES
 
 
-@pytest.mark.parametrize(("times", "is_searched"), [(driver.FAR, True), (driver.FAR + 0.1, False)])
+@pytest.mark.parametrize(
+    ("times", "is_searched"), [(driver.MAX_SHORT_PEAK, True), (driver.MAX_SHORT_PEAK + 0.1, False)]
+)
 def test_where_few_layers_hold_far_more_than_fits_all_are_not_searched(times, is_searched, monkeypatch):
     searched = list[bool]()
 
@@ -112,8 +114,8 @@ def test_of_few_layers_and_all_what_holds_less_is_said_where_neither_fits(monkey
 
 
 def test_where_the_whole_step_cannot_do_the_same_all_layers_are_searched():
-    assert unlike_their_next(found(TIGHT_BYTES).problem.graph.folded)
-    with mock.patch.object(driver, "handed_over", side_effect=NoFitError("as if", bound_s=0.0)):
+    assert unlike_neighbours(found(TIGHT_BYTES).problem.graph.folded)
+    with mock.patch.object(driver, "for_whole_step", side_effect=NoFitError("as if", bound_s=0.0)):
         result = driver.find(stack(), H100S, Options(TIGHT_BYTES, (8,), offload="never", microbatches=1))
     assert not result.problem.graph.folded.program.is_shortened
 
@@ -127,7 +129,7 @@ def test_where_pairs_of_layers_cannot_say_what_is_recomputed_the_whole_step_is_a
     assert result.short is not None
     short = replace(result.short, paired=lambda _: coarse.step)
     with pytest.raises(CoarseError):
-        replace(result, short=short)._handed_to(short.paired(()))
+        replace(result, short=short)._for_step(short.paired(()))
     for limit_bytes, may in ((PLENTY_BYTES, nullcontext()), (TIGHTER_BYTES, pytest.raises(NoFitError))):
         with may:
             plan = replace(result.plan, memory_bytes=limit_bytes)
@@ -144,7 +146,7 @@ def test_strategies_that_do_not_go_together_are_not_handed_over():
     torn = list(result.chosen)
     torn[edge.u], torn[edge.v] = map(int, where)
     with pytest.raises(NoFitError):
-        handed_over(result.on_mesh, tuple(torn), result.whole.on_mesh)
+        for_whole_step(result.on_mesh, tuple(torn), result.whole.on_mesh)
 
 
 @pytest.mark.parametrize("offload", ["never", ("optimizer_state",)])
@@ -162,9 +164,9 @@ def test_in_microbatches_all_layers_do_what_few_do(offload):
 def test_two_layers_for_each_that_stands_for_others_have_all_nodes_of_the_whole_step():
     result = found(TIGHT_BYTES)
     assert result.short is not None
-    unseen = unlike_their_next(result.problem.graph.folded)
-    steps = (result.short.paired(unseen), result.short.whole)
-    of_pairs, of_all = (result._handed_to(s).problem.graph for s in steps)
+    blocks = unlike_neighbours(result.problem.graph.folded)
+    steps = (result.short.paired(blocks), result.short.whole)
+    of_pairs, of_all = (result._for_step(s).problem.graph for s in steps)
     assert [g.op_classes for g in of_pairs.groups] == [g.op_classes for g in of_all.groups]
     assert [(c.maker, c.phase) for c in of_pairs.copies] == [(c.maker, c.phase) for c in of_all.copies]
 
@@ -191,7 +193,7 @@ def test_only_layers_decided_as_none_next_to_them_are_paired():
         )
         marks = unmarked[: len(short.step.arguments)]
         problem = StepProblem.of(short.step, marks, H100S.device, sites, clock=WorkClock())
-        return unlike_their_next(problem.graph.folded)
+        return unlike_neighbours(problem.graph.folded)
 
     assert unlike(()) == frozenset()
     some = unlike((0, 1, blocks[0]))
@@ -202,9 +204,9 @@ def test_only_layers_decided_as_none_next_to_them_are_paired():
 def test_layers_that_hand_on_what_they_are_handed_are_not_paired():
     result = found(ALIKE_BYTES)
     assert result.short is not None
-    assert unlike_their_next(result.problem.graph.folded)
-    assert not unseen_between_likes(result.on_mesh, result.chosen)
-    with mock.patch.object(driver, "handed_over", side_effect=AssertionError("not asked for")):
+    assert unlike_neighbours(result.problem.graph.folded)
+    assert not passed_between_layers(result.on_mesh, result.chosen)
+    with mock.patch.object(driver, "for_whole_step", side_effect=AssertionError("not asked for")):
         result.check_goes_together()
 
 
@@ -212,13 +214,13 @@ def test_layers_that_hand_on_otherwise_are_paired():
     """Here as one holds a copy of what it is handed that lies otherwise than the copy that its next one holds."""
     result = found(ALIKE_BYTES)
     graph, strategies = result.on_mesh.memory.costed.graph, result.on_mesh.memory.costed.strategies
-    unlike, block_of = unlike_their_next(graph.folded), blocks(graph.folded.program)
+    unlike, block_of = unlike_neighbours(graph.folded), blocks(graph.folded.program)
 
     def torn(node: int, block: int) -> bool:
         own = strategies[node].assignment
         others = np.flatnonzero((own != own[result.chosen[node]]).any(axis=1))
         chosen = (*result.chosen[:node], *map(int, others[:1]), *result.chosen[node + 1 :])
-        return len(others) > 0 and block in unseen_between_likes(result.on_mesh, chosen)
+        return len(others) > 0 and block in passed_between_layers(result.on_mesh, chosen)
 
     made_in = [(c.node, {block_of[i] for i in graph.folded.members[c.maker[0]]}) for c in graph.copies]
     assert any(torn(node, block) for node, own in made_in for block in unlike if own == {block})

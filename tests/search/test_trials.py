@@ -20,15 +20,15 @@ def trials():
 def test_what_recomputes_the_same_is_made_ready_once():
     """It is tried on one mesh after another, and what is proven of it counts whenever it comes up again."""
     tried = trials()
-    plain = tried.made_ready(STEP)
-    made = tried.recomputing(plain, FORWARD[0], frozenset())
-    assert tried.recomputing(plain, FORWARD[0], frozenset()) is made
-    assert tried.recomputing(plain, FORWARD[1], frozenset()) is not made
+    baseline = tried.made_ready(STEP)
+    made = tried.recomputing(baseline, FORWARD[0], frozenset())
+    assert tried.recomputing(baseline, FORWARD[0], frozenset()) is made
+    assert tried.recomputing(baseline, FORWARD[1], frozenset()) is not made
 
 
 def test_what_recomputes_has_on_the_host_what_the_plain_step_has():
     tried = trials()
     tried.hosted = frozenset({0})
-    plain = tried.made_ready(STEP)
+    baseline = tried.made_ready(STEP)
     tried.hosted = frozenset()
-    assert tried.recomputing(plain, FORWARD[0], frozenset()).hosted == {0}
+    assert tried.recomputing(baseline, FORWARD[0], frozenset()).hosted == {0}

@@ -6,12 +6,12 @@ import pytest
 
 from autoshard.cost_model.compute import pass_s_per_byte
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search.handing_over import carried_over
 from autoshard.search.ir.graph import Site
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.mesh_problem import MeshProblem, StepProblem
 from autoshard.search.solver.pbqp import Labels
+from autoshard.search.warm_starts import for_rewritten_step
 from tests import zoo
 
 CLUSTER = parse_cluster("8xA100-80GB")
@@ -46,9 +46,9 @@ def test_a_rewritten_step_takes_as_much_longer_as_estimated(model):
     for price in PRICES:
         sites = frozenset[Site]().union(*(part.recomputed(price) for part in parts))
         more_s = sum(part.seconds(sites) - part.seconds(frozenset()) for part in parts)
-        rewritten = StepProblem.of(step, (), CLUSTER.device, sites, known=step_problem.plain)
+        rewritten = StepProblem.of(step, (), CLUSTER.device, sites, known=step_problem.traced_program)
         again = rewritten.on(CLUSTER, (8,), on_mesh.memory.costed.resharder)
-        again_s = again.memory.costed.compute_s(carried_over(on_mesh, labels, again)) - plain_s
+        again_s = again.memory.costed.compute_s(for_rewritten_step(on_mesh, labels, again)) - plain_s
         assert more_s == pytest.approx(again_s, abs=0.02 * plain_s)
 
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search.handing_over import carried_over, split_over
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import Known, StepProblem
 from autoshard.search.problem.seeds import seeds
+from autoshard.search.warm_starts import for_finer_mesh, for_rewritten_step
 from tests.search.chain import chain
 from tests.zoo import make_gpt_scan
 
@@ -30,7 +30,7 @@ ON_PLAIN, ON_REWRITTEN = (
 @pytest.mark.parametrize("number", [0, 4, 9])
 def test_a_steps_own_ops_do_as_before(number):
     chosen = [*seeds(ON_PLAIN.memory.costed, ON_PLAIN.problem, ON_PLAIN.pinned({}))][number]
-    carried = carried_over(ON_PLAIN, chosen, ON_REWRITTEN)
+    carried = for_rewritten_step(ON_PLAIN, chosen, ON_REWRITTEN)
     before, after = ON_PLAIN.codec.decisions(chosen), ON_REWRITTEN.codec.decisions(carried)
     assert after.arguments == before.arguments
     assert after != before
@@ -45,7 +45,7 @@ def test_ops_of_loops_do_as_before_too():
     step = trace(case.step, *case.abstract_args())
     on_mesh = StepProblem.of(step, [""] * len(step.arguments), CLUSTER.device).on(CLUSTER, MESH)
     chosen = on_mesh.fitting(on_mesh.pinned({}), 1 << 50, 10.0)[0].labels
-    carried = carried_over(on_mesh, chosen, on_mesh)
+    carried = for_rewritten_step(on_mesh, chosen, on_mesh)
     assert on_mesh.problem.cost_s(carried) == pytest.approx(on_mesh.problem.cost_s(chosen), rel=1e-3)
 
 
@@ -53,7 +53,7 @@ def test_ops_of_loops_do_as_before_too():
 def test_a_mesh_that_splits_an_axis_takes_what_the_other_does(mesh):
     best = ON_PLAIN.fitting(ON_PLAIN.pinned({}), 1 << 50, 10.0)[0]
     split = PLAIN.on(CLUSTER, mesh)
-    carried = split_over(ON_PLAIN, best.labels, split)
+    carried = for_finer_mesh(ON_PLAIN, best.labels, split)
     assert split.problem.cost_s(carried) == pytest.approx(best.cost_s, rel=1e-3)
     assert split.memory.peak(carried).num_bytes == pytest.approx(ON_PLAIN.memory.peak(best.labels).num_bytes)
 
@@ -61,14 +61,14 @@ def test_a_mesh_that_splits_an_axis_takes_what_the_other_does(mesh):
 def test_what_is_new_costs_as_little_as_it_can():
     kept = ON_PLAIN.pinned({})
     best = ON_PLAIN.fitting(kept, 1 << 50, 10.0)[0]
-    carried = carried_over(ON_PLAIN, best.labels, ON_REWRITTEN)
+    carried = for_rewritten_step(ON_PLAIN, best.labels, ON_REWRITTEN)
     rewritten = ON_REWRITTEN.fitting(ON_REWRITTEN.pinned({}), 1 << 50, 10.0)[0]
     assert ON_REWRITTEN.problem.cost_s(carried) <= 1.01 * rewritten.cost_s
 
 
 def test_a_search_that_begins_there_finds_nothing_worse():
     chosen = ON_PLAIN.fitting(ON_PLAIN.pinned({}), 1 << 50, 10.0)[0].labels
-    start = carried_over(ON_PLAIN, chosen, ON_REWRITTEN)
+    start = for_rewritten_step(ON_PLAIN, chosen, ON_REWRITTEN)
     kept = ON_REWRITTEN.pinned({})
     found = ON_REWRITTEN.fitting(kept, 1 << 50, 10.0, known=Known(start))[0]
     assert found.cost_s <= ON_REWRITTEN.problem.cost_s(start)

@@ -1,9 +1,10 @@
-"""Strategies of one step handed over to another: of one that stands for a deeper one to that, or to a rewritten one.
+"""Warm starts: strategies of one step, carried to another step or to another mesh.
 
-The whole step's program is folded as the shorter one's (`search.problem.likes`), so nearly all nodes are the same decisions.
-What the whole one has besides (a layer in the middle hands its result to its like, where few layers stand for many it does
-not) is solved for, with all else as it is. Where layers that stand for others are decided otherwise than one another, it is
-not known beforehand that this can be done.
+A search of a deep model solves a shortened step, whose representative layers stand for many
+(`search.problem.shortening`). The whole step's program is folded as the shortened one's (`search.problem.likes`), so
+nearly all nodes are shared decisions. The other nodes are solved with all shared ones fixed: in the whole step, for
+instance, a represented layer hands its result to another represented layer. If representative layers differ in their
+decisions, this may fail.
 """
 
 from collections import Counter
@@ -19,39 +20,40 @@ from autoshard.search.problem.strategy_graph import Maker, Port, StrategyGraph
 from autoshard.search.solver.pbqp import Labels
 
 
-def handed_over(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Labels:
-    """The strategies of the whole step where those of the one that stands for it are chosen so.
+def for_whole_step(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Labels:
+    """The strategies of the whole step, given those of the shortened step.
 
     Raises:
-      NoFitError: they do not go together there.
+      NoFitError: they contradict each other in the whole step.
     """
     strategies, others = whole.memory.costed.strategies, short.memory.costed.strategies
-    place = {what: node for node, what in enumerate(_decided(short.memory.costed.graph))}
+    place = {key: node for node, key in enumerate(_decided(short.memory.costed.graph))}
     kept: list[np.ndarray] = []
-    for own, what in zip(strategies, _decided(whole.memory.costed.graph), strict=True):
-        like = place.get(what, -1)
+    for own, key in zip(strategies, _decided(whole.memory.costed.graph), strict=True):
+        like = place.get(key, -1)
         is_known = like >= 0 and len(own) == len(others[like])
         kept.append(np.array([chosen[like]]) if is_known else np.arange(len(own)))
     return whole.completed(kept)
 
 
-def carried_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
-    """The strategies of a step, for what it was rewritten to: ops that both have do alike, what is new what suits them best.
+def for_rewritten_step(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
+    """The strategies of a rewritten step, given those of the step before. Ops of both steps keep their specs; new ops
+    take the cheapest ones.
 
     Raises:
-      NoFitError: they do not go together there.
+      NoFitError: they contradict each other in the rewritten step.
     """
-    place = {what: spec for what, spec in _specs(before, chosen)}
+    place = {key: spec for key, spec in _specs(before, chosen)}
     masks = [np.ones(len(own), bool) for own in after.memory.costed.strategies]
-    for node, what, specs in _possible(after):
-        if what in place:
-            alike = masks[node] & (specs == place[what]).all(axis=1)
+    for node, key, specs in _possible(after):
+        if key in place:
+            alike = masks[node] & (specs == place[key]).all(axis=1)
             masks[node] = alike if alike.any() else masks[node]
     return after.suited([np.flatnonzero(mask) for mask in masks])
 
 
-def split_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
-    """The same strategies of the same step on a mesh that splits axes: both parts of an axis do what it did."""
+def for_finer_mesh(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
+    """The strategies of a step on a mesh that splits axes. Both parts of a split axis do key the axis did."""
     joined = _joined(before.shape, after.shape)
     found = list[int]()
     for coarse, own, fine in zip(
@@ -62,7 +64,7 @@ def split_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Label
 
 
 def _joined(coarse: tuple[int, ...], fine: tuple[int, ...]) -> list[int]:
-    """Per axis of a mesh, that of another one of which it is a part.
+    """Per axis of the finer mesh, the axis of the coarser mesh that it is a part of.
 
     Example:
       >>> _joined((8, 8), (2, 4, 8))
@@ -78,27 +80,27 @@ def _joined(coarse: tuple[int, ...], fine: tuple[int, ...]) -> list[int]:
 
 
 def _possible(on_mesh: MeshProblem) -> Iterator[tuple[int, Hashable, np.ndarray]]:
-    """Of what is read and made: the node that decides of it, what it is called in all steps made of one, and by strategy its
-    spec."""
+    """Per operand and result: its node, a key that is equal in all steps made from one traced step, and its spec by
+    strategy."""
     costed, seen = on_mesh.memory.costed, Counter[Hashable]()
     graph, strategies = costed.graph, costed.strategies
     for (op_class, i, is_result), port in graph.ports.items():
         op = graph.folded.op(op_class)
         called = op.number if op.op is None else op.op.outputs
-        what = op.name, op.phase, called, op.count, i, is_result
-        yield port.node, (*what, seen[what]), port_specs(port, strategies[port.node])
-        seen[what] += 1  # the slices of what a loop goes through are called alike
+        key = op.name, op.phase, called, op.count, i, is_result
+        yield port.node, (*key, seen[key]), port_specs(port, strategies[port.node])
+        seen[key] += 1  # slices of one array that a loop goes through share a key
 
 
 def _specs(on_mesh: MeshProblem, chosen: Labels) -> Iterator[tuple[Hashable, np.ndarray]]:
-    """What it is called, and the spec that it has."""
-    for node, what, specs in _possible(on_mesh):
-        yield what, specs[chosen[node]]
+    """Per operand and result, its key and its spec."""
+    for node, key, specs in _possible(on_mesh):
+        yield key, specs[chosen[node]]
 
 
-def unlike_their_next(short: FoldedProgram) -> frozenset[int]:
-    """The blocks that stand for others and are decided as none next to them that does: what one hands to its likes is not in
-    the short step. The others hand to their likes what they hand to those next to them."""
+def unlike_neighbours(short: FoldedProgram) -> frozenset[int]:
+    """Representative blocks whose decisions differ from those of both neighbours. The shortened step does not show the
+    values that blocks of such a run pass to each other."""
     program, stacks = short.program, dict[int, dict[int, dict[Hashable, int]]]()
     for op, place, op_class in zip(program.ops, places(program), short.class_of, strict=True):
         likes = op.op.likes if op.op is not None else None
@@ -115,19 +117,22 @@ def unlike_their_next(short: FoldedProgram) -> frozenset[int]:
     return frozenset(found)
 
 
-def unseen_between_likes(short: MeshProblem, chosen: Labels) -> frozenset[int]:
-    """Of blocks that are decided as none next to them, those that do not hand things on as they are handed them. What one
-    of the others hands to its likes lies as what it gets from its neighbours in the short step, and hands to them."""
+def passed_between_layers(short: MeshProblem, chosen: Labels) -> frozenset[int]:
+    """Blocks that differ from both neighbours, and whose outgoing values have other layouts than their
+    incoming ones.
+
+    The other blocks pass values between layers in the layouts that the shortened step already shows.
+    """
     entering, leaving = dict[int, dict[Hashable, Hashable]](), dict[int, dict[Hashable, Hashable]]()
     for maker, reader, where, how in _passed_on(short, chosen):
         leaving.setdefault(maker, {})[where] = how
         entering.setdefault(reader, {})[where] = how
-    unlike = unlike_their_next(short.memory.costed.graph.folded)
+    unlike = unlike_neighbours(short.memory.costed.graph.folded)
     return frozenset(b for b in unlike if entering.get(b) != leaving.get(b))
 
 
 def _passed_on(on_mesh: MeshProblem, chosen: Labels) -> Iterator[tuple[int, int, Hashable, Hashable]]:
-    """What one block makes and another reads: both blocks, at which of their places, and how it lies until then."""
+    """Per value that passes from one block to another: both blocks, its place in each, and its layouts on the way."""
     costed, copies = on_mesh.memory.costed, dict[Maker, list[Hashable]]()
     graph, program, class_of = costed.graph, costed.graph.folded.program, costed.graph.folded.class_of
     block, place = blocks(program), places(program)
@@ -149,7 +154,7 @@ def _passed_on(on_mesh: MeshProblem, chosen: Labels) -> Iterator[tuple[int, int,
 
 
 def _decided(graph: StrategyGraph) -> list[Hashable]:
-    """Per node, what it decides."""
+    """Per node, a key of its decision."""
     return [
         *(group.op_classes for group in graph.groups),
         *((copy.maker, copy.phase) for copy in graph.copies),
