@@ -568,7 +568,7 @@ def parallelize(
       like: a parallelized step on the same state, its plan, or the plan's file. Arguments that both steps share, such as the
         parameters in an evaluation, keep their sharding, on the same mesh; `cluster` and `mesh` are refused beside it.
         Arguments are matched by pytree path; if their names differ, by the rest of the path and by shape. Doubtful
-        matches are left to the search.
+        matches are left to the search. A step that is like a pipeline's step is a pipeline on its stages.
       time_limit_s: as for `search`.
       verify: as for `search`. On GPUs, a program is compiled before its first step anyway, and judged by that; "never" takes
         it as it is. A given plan is not searched, and not judged.
