@@ -97,7 +97,8 @@ def search(
         "optimizer_state", "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there
         for the backward phase. "never" offloads nothing. By default all of these but paths are tried if memory is scarce.
         With stages, state rests in the memory of its stage's host if it is named here, and nothing else is offloaded.
-      time_limit_s: processor seconds for the search of one program and of pipelines together, and seconds for the compiler.
+      time_limit_s: processor seconds for all of the search: one program (four fifths, if pipelines may follow), pipelines,
+        further rounds after the compiler's objections, and the explanation if nothing fits; and seconds for the compiler.
         By default the search does a fixed amount of work, about 15 seconds on a usual machine, so that equal inputs give
         equal plans on every machine. `Plan.gap` is the remaining gap. A pipeline that `stages` asks for has no limit by
         default.
