@@ -101,7 +101,8 @@ def search(
         "optimizer_state", "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there
         for the backward phase. "never" offloads nothing. By default all of these but paths are tried if memory is scarce.
         With stages, state rests in the memory of its stage's host if it is named here, and nothing else is offloaded.
-      time_limit_s: processor seconds for the search of one program and of pipelines together, and seconds for the compiler.
+      time_limit_s: processor seconds for all of the search: one program (four fifths, if pipelines may follow), pipelines,
+        further rounds after the compiler's objections, and the explanation if nothing fits; and seconds for the compiler.
         By default the search does a fixed amount of work, about 15 seconds on a usual machine, so that equal inputs give
         equal plans on every machine. `Plan.gap` is the remaining gap. A pipeline that `stages` asks for has no limit by
         default.
@@ -609,7 +610,7 @@ def parallelize(
       like: a parallelized step on the same state, its plan, or the plan's file. Arguments that both steps share, such as the
         parameters in an evaluation, keep their sharding, on the same mesh; `cluster` and `mesh` are refused beside it.
         Arguments are matched by pytree path; if their names differ, by the rest of the path and by shape. Doubtful
-        matches are left to the search.
+        matches are left to the search. A step that is like a pipeline's step is a pipeline on its stages.
       time_limit_s: as for `search`.
       verify: as for `search`. On GPUs, a program is compiled before its first step anyway, and judged by that; "never" takes
         it as it is. A given plan is not searched, and not judged.

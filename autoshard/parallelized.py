@@ -32,6 +32,7 @@ from autoshard.creation import Creation, Number
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_program import PipelineProgram
 from autoshard.executors.transfers import spread
+from autoshard.like_pipelines import planned_like
 from autoshard.options import Options
 from autoshard.pins import ANYWHERE, Rested, as_in, resting_like
 from autoshard.processes import Processes
@@ -41,6 +42,8 @@ from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import step_name
 from autoshard.search.options import Options as SearchOptions
+from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.text_table import plural
 from autoshard.signatures import Known, format_type, is_for, static_of, type_of
@@ -456,6 +459,9 @@ class Parallelized[**P, R]:
         if given is not None:
             found = lowerings.applied(traced, *given)
             return self._running(traced, found, hardware, devices, given_up)
+        if (other := self._like_pipeline) is not None:
+            found = planned_like(traced, other, self._options.memory)
+            return self._running(traced, found, hardware, devices, given_up)
         cluster = hardware.groups[0]  # one program's
         asked = self._asked(traced)
 
@@ -581,8 +587,8 @@ class Parallelized[**P, R]:
         plan = self._planned[0].plan if self._planned else self.plan
         if plan.is_pipeline:
             raise InputError(
-                f"{self.__name__} is a pipeline, each stage of which rests on devices of its own: no step can be like it. "
-                "Leave out like=, or ask for stages=1 there"
+                f"{self.__name__} is a pipeline in one program for all stages, and no step can be like it. Leave out like=, "
+                f"or ask for executor={MPMD!r} or stages=1 there"
             )
         if not self._planned:
             return Rested.by(plan)
@@ -598,6 +604,22 @@ class Parallelized[**P, R]:
         return like._rested if isinstance(like, Parallelized) else like
 
     @property
+    def _like_pipeline(self) -> Pipeline | None:
+        """The pipeline of the step of `like=`, if it has a program per stage."""
+        like = self._shared
+        if not isinstance(like, Parallelized) or (plan := like._known_plan) is None or plan.executor != MPMD:
+            return None
+        first = like._planned[0] if like._planned else None
+        if first is None:
+            raise InputError(
+                f"{like.__name__} is a pipeline that was not called yet, so it is unknown which arguments its stages have. "
+                "Call it, or its .init, before a step that is like it"
+            )
+        found = lowerings.applied(first.step, first.plan, "like=")
+        assert isinstance(found, Pipeline)
+        return found
+
+    @property
     def _given(self) -> Plan | None:
         return None if self._given_plan is None else self._given_plan[0]
 
@@ -611,6 +633,8 @@ class Parallelized[**P, R]:
         """The cluster of the given plan, of `like`, of `cluster=`, or of the attached devices."""
         if self._given_plan is not None:
             return planning.hardware(*self._given_plan)
+        if (pipeline := self._like_pipeline) is not None:
+            return planning.hardware(pipeline.plan, "like=")
         if (like := self._like) is not None:
             return planning.cluster(like.plan, "like=")
         cluster = self._options.cluster

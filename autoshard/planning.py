@@ -196,11 +196,9 @@ def stage_hosted(
             f"offload={offload}: residuals wait on the host in one program only. With stages, name state, such as "
             'offload=("optimizer_state",), or ask for stages=1'
         )
-    found = [
-        HostArguments(step, group, SearchOptions(memory_bytes, offload=offload)).asked_for
-        for group in cluster.groups
-    ]
-    return found[0]
+    options = SearchOptions(memory_bytes, offload=offload)
+    first, *_ = [HostArguments(step, group, options).asked_for for group in cluster.groups]
+    return first
 
 
 def suiting(step: Step, asked: Options, mesh: tuple[int, ...]) -> Options:

@@ -8,12 +8,14 @@ from autoshard.verification.table import MARK, numbers_right
 
 
 def memory(stages: Sequence[StageProof]) -> list[str]:
-    """Each stage's peak beside its cap."""
+    """Each stage's peak beside its cap; also on the host, if a stage has arrays there."""
     rows = [("peak of each stage (per device)", "predicted", "compiled", "cap", "in")]
     for n, stage in enumerate(stages):
         predicted = format_bytes(stage.predicted.peak_bytes)
         compiled, cap = format_bytes(stage.compiled.peak_bytes), format_bytes(stage.cap_bytes)
         rows.append((f"  stage {n}", predicted, compiled, cap, stage.peak_at))
+        if any(on_host := (stage.predicted.host_bytes, stage.compiled.host_bytes)):
+            rows.append((f"  stage {n}", *map(format_bytes, (*on_host, stage.host_cap_bytes)), "its host"))
     return numbers_right(rows)
 
 

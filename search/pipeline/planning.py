@@ -1,8 +1,7 @@
-"""From a traced step to a pipeline of it: searched, or as a plan says.
+"""From a traced step to a pipeline of it: searched, or decided by a plan.
 
-What a search finds, and what a plan decides, become the same things: the step in parts as some of it is recomputed, a
-solution for each mesh of a replica, stages. From these follow the programs that stages run, how their values lie, and what
-it all is predicted to take.
+Both ways lead to the same values: the step in parts, with its recomputation; a solution for each mesh of a replica; and the
+stages. The programs of the stages, the specs of their values and all estimates follow from these.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,20 +50,20 @@ from autoshard.search.stopwatch import Stopwatch
 from autoshard.search.tightening import Round, tightened
 
 MAX_ROUNDS = 4
-"""How many pipelines are looked for under ever lower limits, where layers' costs do not show what programs need. Source: a
-choice of ours."""
+"""Largest number of searches under ever lower limits, if programs need more memory than layers' costs show. Source: a choice
+of ours."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A plan, and what it means for its step.
+    """A plan on its step.
 
     Attributes:
       plan: the plan.
-      programs: what each stage runs.
-      schedule: when.
-      shardings: how each stage's values lie.
-      devices: those of each stage.
+      programs: the programs of all stages.
+      schedule: the order of their tasks.
+      shardings: per stage, the specs of its values.
+      devices: the devices of each stage.
     """
 
     plan: Plan
@@ -79,8 +78,8 @@ class StageDevices:
     """The devices of a stage.
 
     Attributes:
-      group: the nodes of one kind in which they are.
-      cap_bytes: of each.
+      group: the nodes of one kind to which they belong.
+      cap_bytes: the cap of each device.
     """
 
     group: Cluster
@@ -100,17 +99,16 @@ def find(
 
     Args:
       step: the traced step.
-      cluster: where it will run.
-      options: what is asked for.
-      progress: called with one line per stage.
-      cutoff_s: what it has to take less than.
-      prepared: as of `PipelineSearch`.
+      cluster: the cluster that it will run on.
+      options: the options of the search.
+      progress: called with one line per stage of the work.
+      cutoff_s: seconds of the plan to beat.
+      prepared: as for `PipelineSearch`.
 
     Raises:
-      InputError: there are more stages than there is to cut, the devices or the batch do not divide, or there is no such
-        schedule.
-      NotSplittableError: the step has no microbatches; says why.
-      InfeasibleError: nothing fits, or is so fast; says what is nearest.
+      InputError: there are more stages than layers, the devices or the batch do not divide, or no schedule has this name.
+      NotSplittableError: the step has no microbatches; the message says why.
+      InfeasibleError: nothing fits, or nothing is so fast; the message names the nearest.
     """
     watch = Stopwatch(step.trace_s)
     refused, prepared = list[InfeasibleError](), prepared or Prepared.within()
@@ -146,10 +144,10 @@ def find(
 
 
 def apply(step: Step, plan: Plan, place: str = "the plan") -> Pipeline:
-    """A loaded plan on the step that it is for.
+    """Applies a loaded plan to its step.
 
     Raises:
-      PlanError: it is for another step, or decides something impossible.
+      PlanError: the plan is for another step, or decides something impossible.
     """
     schedule, cluster, parts = _read(step, plan, place)
     placed = _placed(parts, plan, cluster, schedule, place)
@@ -168,7 +166,7 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> Pipeline:
 
 
 def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple[str, ...]:
-    """All that a decision of a plan can be in each of its shardings, whatever the other decisions are.
+    """The possible values of a decision in each sharding of a plan, whatever the other decisions are.
 
     Raises:
       PlanError: the plan is for another step, or decides nothing under this name.
@@ -179,7 +177,7 @@ def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple
     return tuple(text for text in first if all(text in other for other in others))
 
 
-# --- from what was found to a plan
+# --- from a proposal to a plan
 
 
 def _check_hosts(step: Step, memory: StageMemory, groups: Sequence[Cluster]) -> None:
@@ -218,7 +216,7 @@ def _pipeline(step: Step, found: Proposal, memory_bytes: int, offload: Any = Non
 
 
 def _needed_bytes(pipeline: Pipeline) -> float:
-    """What its fullest device needs; where caps differ, as if its own were that for all."""
+    """Bytes that the fullest device needs; if caps differ, scaled to the plan's cap."""
     taken, cap_bytes = pipeline.plan.estimates.stages, pipeline.plan.memory_bytes
     needed = zip(taken, pipeline.devices, strict=True)
     return max(stage.peak_bytes * (cap_bytes / place.cap_bytes) for stage, place in needed)
@@ -270,12 +268,12 @@ class _Stages:
 
 
 def _way(stage: StageProposal) -> tuple[str, tuple[int, ...]]:
-    """What stages are run alike that share it."""
+    """A key of the stages that run alike: their nodes and their mesh."""
     return stage.group.name, stage.placed.shape
 
 
 def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
-    """With what the compiler would not store."""
+    """The step with the values that the compiler computes where they are read."""
     fusion, program = problem.live_ranges.fusion, problem.graph.folded.program
     light = {
         place
@@ -363,7 +361,7 @@ def _estimates(found: Proposal, taken: _Stages) -> Estimates:
     )
 
 
-# --- from a plan to what it means
+# --- from a plan to its parts
 
 
 def _read(step: Step, plan: Plan, place: str) -> tuple[Schedule, AnyCluster, Parts]:
@@ -382,7 +380,7 @@ def _read(step: Step, plan: Plan, place: str) -> tuple[Schedule, AnyCluster, Par
 
 
 def _ordered(cluster: AnyCluster, plan: Plan, place: str) -> AnyCluster:
-    """The cluster that a plan is for, its groups of nodes in the order in which stages stand on them."""
+    """The cluster of a plan, with its groups of nodes in the order of the stages on them."""
     if not isinstance(cluster, MixedCluster):
         return cluster
     try:
@@ -392,7 +390,7 @@ def _ordered(cluster: AnyCluster, plan: Plan, place: str) -> AnyCluster:
 
 
 def _group(cluster: AnyCluster, sharding: Sharding, place: str) -> Cluster:
-    """The nodes that a sharding is for."""
+    """The nodes of a sharding."""
     groups = {group.name: group for group in cluster.groups}
     if len(groups) == 1:
         return cluster.groups[0]
@@ -404,7 +402,7 @@ def _group(cluster: AnyCluster, sharding: Sharding, place: str) -> Cluster:
 
 
 def _parts(step: Step, plan: Plan, first: Cluster, place: str) -> Parts:
-    """The step as a plan takes it apart and recomputes of it, with layers that begin where stages do."""
+    """The step in a plan's parts, with its recomputation and its state on the host; layers begin where stages do."""
     num_replicas = {stage.replicas for stage in plan.stages}
     if len(num_replicas) != 1:
         raise PlanError(f"{place}: wanted as many replicas of each stage, got {sorted(num_replicas)}")
@@ -423,7 +421,7 @@ def _parts(step: Step, plan: Plan, first: Cluster, place: str) -> Parts:
 
 
 def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> None:
-    """That stages begin one after the other, the first one at the beginning."""
+    """Refuses stages that do not begin one after another, the first one at op 0."""
     end = sum(num_positions(step, op) for op in step.forward_ops)
     if borders[0] or sorted({*borders}) != [*borders] or borders[-1] >= end:
         raise PlanError(
@@ -432,7 +430,7 @@ def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> No
 
 
 def _placed(parts: Parts, plan: Plan, cluster: AnyCluster, schedule: Schedule, place: str) -> list[Placed]:
-    """Where a plan has its stages: workers stand on the devices one after the other."""
+    """The places of a plan's stages. Workers have the devices one after another."""
     starts = [parts.layers.starts.index(stage.first_op) for stage in plan.stages]
     sizes = [plan.devices_of(plan.stages[schedule.stages_of(w)[0]]) for w in range(schedule.num_workers)]
     firsts = [sum(sizes[: schedule.workers_of(n)[0]]) for n in range(len(plan.stages))]

@@ -1,18 +1,18 @@
-"""The search for a pipeline: over microbatches, replicas, schedules, and what is recomputed, the best of what is proposed.
+"""The search for a pipeline, over microbatches, replicas, meshes, schedules and recomputation.
 
-How many examples a replica takes at a time decides over the bubble, and over how much of a device's rate its kernels reach;
-how many replicas there are, over how much is communicated for each microbatch and how much once in a step. A family of
-pipelines has a number of parts of the batch, of replicas, of devices of a replica, and a schedule. Its bound is known before
-the step is made ready in so many parts (`search.pipeline.bounds`). The families with the least bound come first, and a bound
-above the best plan ends the search. So do parts in which no pipeline is better than in others before: what is won by larger
-microbatches is lost again in the bubble. With the step made ready, each number of replicas has a tighter bound: all devices
-at work all the time, each at the rate of a replica's best mesh.
+The number of examples that a replica takes at a time decides on the bubble, and on the rate that its kernels reach. The
+number of replicas decides how much is communicated for each microbatch, and how much once in a step. A family of pipelines
+has a number of parts of the batch, of replicas, of devices of a replica, and a schedule. Its bound is known before the step
+is made ready in so many parts (`search.pipeline.bounds`). Families with the least bound come first, and a bound above the
+best plan ends the search. So does a number of parts without a better pipeline than the numbers before: the bubble takes
+back the gain of larger microbatches. Once the step is made ready, each number of replicas has a tighter bound: all devices
+work all the time, each at the rate of a replica's best mesh.
 
-The work of a step is known from one program for it. Where there is none, the search begins with one example at a time, and
-takes the work from there.
+The work of a step is known from one program for it. Without one, the search begins with one example at a time, and takes
+the work from there.
 
-Where nothing fits, or the cap makes pipelines slower, the same step is searched with lean stages, whose devices have a part
-each of what tasks read of parameters, and with stages that may recompute.
+If nothing fits, or if the cap makes pipelines slower, the step is also searched with lean stages, whose devices hold a part
+of each parameter that tasks read, and with stages that may recompute.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,23 +55,23 @@ MAX_MICROBATCHES = 1024
 """Source: a choice of ours; schedules have tasks for each of them on each stage."""
 
 CRAMPED = 0.02
-"""By how much a pipeline has to be slower for the cap, for stages that recompute to be tried. Source: a choice of ours; they
-take back about a half of it."""
+"""Least relative slowdown by the cap at which stages that recompute are tried. Source: a choice of ours; they take back
+about half of it."""
 
 ROOMY = 0.5
-"""Of the cap: pipelines that hold no more are not taken to be slower for it. Source: a choice of ours."""
+"""Largest share of the cap that a pipeline may hold to count as not slowed down by it. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """What is asked for.
+    """The options of a search for pipelines.
 
     Attributes:
       memory_bytes: the cap per device.
-      stages: in how many the step is cut; None to search it.
+      stages: number of stages; None to search it.
       schedule: the family's name; None to search it.
-      microbatches: in how many the step goes through its batch; None to search it.
-      mesh: of each stage: how many replicas it has, then the mesh of a replica's devices; None to search it.
+      microbatches: number of microbatches of each replica; None to search it.
+      mesh: the mesh of each stage: its number of replicas, then the mesh of a replica's devices; None to search it.
       remat: "never" to recompute nothing; None to search it.
       memory_share: the share of a cap that stages may take, by their layers' costs.
       pins: the `PartitionSpec` in which an argument must rest on its stage's mesh, by its pytree path.
@@ -92,12 +92,12 @@ class PipelineOptions:
 
     @property
     def wanted(self) -> Wanted:
-        """What a proposal has to be."""
+        """The options of a proposal."""
         return Wanted(self.memory_bytes, self.stages, self.schedule, self.memory_share)
 
     @property
     def most_layers(self) -> int:
-        """Of how many layers the step may be made: enough for as many stages."""
+        """Largest number of layers of the step: enough for the number of stages."""
         return max(MAX_LAYERS, self.stages or 0)
 
 
@@ -108,10 +108,10 @@ class Kind(NamedTuple):
     """Pipelines of a step in parts that are cut into stages together.
 
     Attributes:
-      bound_s: seconds of a step, at least.
-      num_replicas: of each stage.
-      shapes: the meshes that a replica's devices may form.
-      wanted: what a proposal has to be.
+      bound_s: lower bound on the seconds of a step.
+      num_replicas: number of replicas of each stage.
+      shapes: the possible meshes of a replica's devices.
+      wanted: the options of a proposal.
     """
 
     bound_s: float
@@ -121,7 +121,7 @@ class Kind(NamedTuple):
 
     @staticmethod
     def rank(one: "Kind") -> tuple[float, int, Shapes, bool]:
-        """Those with the least bound come first, of these those with a stage on each worker."""
+        """Sorts kinds by their bound; of equal ones, a stage on each worker comes first."""
         return one.bound_s, one.num_replicas, one.shapes, one.wanted.shares_workers
 
 
@@ -130,11 +130,11 @@ class PipelineSearch:
 
     Attributes:
       best: the best pipeline so far.
-      nearest: of the cuts that seemed to fit, and do not, the one that misses the cap by least.
-      uncut: what could not be cut so that it fits.
-      passed_over_s: what those take at least that are not looked at.
-      refused: why some numbers of microbatches cannot be.
-      prepared: what other searches for the same step share with it.
+      nearest: of the cuts that seemed to fit and do not, the one that exceeds the cap by least.
+      uncut: problems of which no cut fits.
+      passed_over_s: least bound of the pipelines that were not drafted.
+      refused: the reasons against some numbers of microbatches.
+      prepared: the step as far as it is made ready, which all searches for it share.
     """
 
     def __init__(
@@ -161,9 +161,9 @@ class PipelineSearch:
         """The fastest pipeline.
 
         Raises:
-          InputError: there is nothing like what is asked for.
-          NotSplittableError: the step has no microbatches; says why.
-          InfeasibleError: nothing fits, or takes less than the cutoff; says what is nearest.
+          InputError: no pipeline has these options.
+          NotSplittableError: the step has no microbatches; the message says why.
+          InfeasibleError: nothing fits, or takes less than the cutoff; the message names the nearest.
         """
         if self.options.schedule is not None:
             check_name(self.options.schedule)
@@ -197,7 +197,7 @@ class PipelineSearch:
         """Seconds of a step of any pipeline, at least.
 
         Raises:
-          InputError: there is nothing like what is asked for.
+          InputError: no pipeline has these options.
         """
         return min(map(self._least_s, self._counts()), default=inf)
 
@@ -205,7 +205,7 @@ class PipelineSearch:
         """Seconds of a step of any pipeline, at least, wherever its stages begin.
 
         Raises:
-          InputError: there is nothing like what is asked for.
+          InputError: no pipeline has these options.
         """
         bounds, counts = self.prepared.bounds, self._counts()
         if bounds is None:
@@ -216,12 +216,12 @@ class PipelineSearch:
         return min((bounds.work_s(count, gcd(*some)) for count, some in sizes.items() if some), default=inf)
 
     def _is_worth(self, least_s: float) -> bool:
-        """Whether pipelines that take so many seconds at least may be better. Of two that wait for their hosts, that is the
-        better one whose devices are done sooner."""
+        """True if pipelines with this bound may be better. Of two that wait for their hosts, the one whose devices finish
+        sooner is the better one."""
         return least_s < self.cutoff_s and least_s <= self._best_s
 
     def _least_s(self, count: int) -> float:
-        """Seconds of a step in so many parts, at least."""
+        """Least bound of the families of a number of parts."""
         return min((least_s for least_s, *_ in self._families(count)), default=inf)
 
     def _promise_s(self, count: int) -> tuple[float, float]:
@@ -233,7 +233,7 @@ class PipelineSearch:
         return of_smallest, min(least_s for least_s, *_ in families)
 
     def _families(self, count: int) -> Iterator[tuple[float, int, tuple[int, ...], str]]:
-        """The families of pipelines in so many parts: their bound, replicas, the mesh of each, and the schedule."""
+        """The families of a number of parts: bound, number of replicas, mesh of each, and schedule."""
         for num_replicas, shapes in self._meshes(count):
             for shape, name in product(shapes, self._names):
                 yield self._bounded_s(count, num_replicas, shape, name), num_replicas, shape, name
@@ -261,7 +261,7 @@ class PipelineSearch:
         self._recomputing(parts, left, cutoff_s)
 
     def _take_work_from(self, parts: Parts) -> None:
-        """The work of the step, where that is not known from one program."""
+        """Takes the work of the step from these parts, unless it is known from one program."""
         if self.prepared.bounds is None and isinstance(self.cluster, Cluster):
             shape = min(min(shapes) for _, shapes in self._meshes(parts.count))
             work = StepWork.of(parts.solution(shape).on_mesh)
@@ -306,7 +306,7 @@ class PipelineSearch:
         return (parts.on(group) for group in self.cluster.groups if may_stand(size, group))
 
     def _refuse(self, name: str, num_microbatches: int) -> None:
-        """Notes why the schedule that is asked for does not suit these numbers, if it does not."""
+        """Notes the reason if the asked schedule does not suit these numbers."""
         if self.options.schedule is None or (stages := self.options.stages) is None:
             return
         try:
@@ -315,7 +315,7 @@ class PipelineSearch:
             self.refused.append(e)
 
     def _sharing(self, name: str, size: int) -> Wanted | None:
-        """The options of a pipeline whose stages share workers of some size; None if no number of stages does."""
+        """The options of a pipeline whose stages share workers of a size; None if no number of stages does."""
         wanted, total = self.options.wanted, self.cluster.num_devices
         per_worker = FAMILIES[name].stages_per_worker or VIRTUAL_STAGES
         stages = wanted.stages or total // size * per_worker
@@ -351,8 +351,17 @@ class PipelineSearch:
         times: float,
         cutoff_s: float,
     ) -> list[Kind]:
-        """Looks for better pipelines on each number of replicas, unless that takes so many times its bound, of stages that
-        recompute in one of some ways; those that are worth a look with less in memory, with what they take at least."""
+        """Drafts pipelines of each kind, and takes better ones.
+
+        Args:
+          among: the parts that stages may run: they recompute more or less.
+          left: the kinds to draft.
+          times: estimated time of tasks, as a multiple of those without recomputation.
+          cutoff_s: seconds of the plan to beat.
+
+        Returns:
+          The kinds that may be faster with less in memory, with their bounds.
+        """
         looked_at = list[tuple[Kind, Drafting, Draft | None]]()
         for kind, cluster in product(left, self.cluster.orders):
             if kind.bound_s * times >= min(self._best_s, cutoff_s):
@@ -379,8 +388,8 @@ class PipelineSearch:
         return sorted(found, key=Kind.rank)
 
     def _takes(self, draft: Draft) -> bool:
-        """Works out what promises to be better than the best pipeline, and takes it if it is; false if it turns out not to
-        fit."""
+        """Works out a draft that promises to be better than the best pipeline, and takes it if it is; false if it does not
+        fit after all."""
         if self.best and (draft.least_s > self.best.step_s or draft.promised_rank >= self.best.rank):
             return True
         found = draft.proposal()
@@ -410,7 +419,7 @@ class PipelineSearch:
         return (1 - GAP) * free.promised_s if is_cramped else inf
 
     def _bound_s(self, parts: Parts, num_replicas: int, shapes: Shapes) -> float:
-        """Least seconds of pipelines on so many replicas."""
+        """Lower bound on the seconds of a step with a number of replicas."""
         microbatches_per_s = 0.0
         for group in self.cluster.groups:
             sizes = {s: num_replicas * prod(s) for s in shapes}
@@ -421,7 +430,7 @@ class PipelineSearch:
 
     @property
     def _is_late(self) -> bool:
-        """Whether nothing more is to be begun."""
+        """True if the time is over."""
         return self.prepared.deadline.is_over
 
     @property
@@ -429,7 +438,7 @@ class PipelineSearch:
         return self.best.step_s if self.best else inf
 
     def _check_layers(self, parts: Parts) -> None:
-        """That there is as much to cut as is asked for."""
+        """Refuses more stages than the step has layers."""
         if (stages := self.options.stages or 0) > (num_layers := parts.layers.num_layers):
             raise InputError(
                 f"wanted {stages} stages, but the step's forward phase can be cut into {num_layers} at most: as many ops, "
@@ -437,10 +446,10 @@ class PipelineSearch:
                 "batch in a loop of its own, leave that to microbatches="
             )
 
-    # --- what to try
+    # --- families
 
     def _meshes(self, count: int) -> Iterator[tuple[int, Shapes]]:
-        """Numbers of replicas that a step in so many parts may have, and the meshes that each may form."""
+        """The possible numbers of replicas of a step in a number of parts, each with the meshes of a replica's devices."""
         for num_replicas, shapes in self._all_meshes:
             num_microbatches, rest = divmod(count, num_replicas)
             asked = self.options.microbatches
@@ -465,13 +474,13 @@ class PipelineSearch:
         )
 
     def _stand_everywhere(self, num_replicas: int, shapes: Shapes) -> bool:
-        """Whether stages of some of these meshes may stand on nodes of each kind."""
+        """True if nodes of each kind can hold stages of some of these meshes."""
         may_stand, sizes = self.options.wanted.may_stand, [num_replicas * prod(shape) for shape in shapes]
         return all(any(may_stand(size, group) for size in sizes) for group in self.cluster.groups)
 
     def _may_hold(self, num_replicas: int) -> bool:
-        """Whether weights, of which each replica has a copy or a gradient of that size, may fit so often, and the rest of
-        the state once."""
+        """True if all devices together can hold the weights once per replica, as copies or gradients, and the rest of the
+        state once."""
         weights, rest = self._held_bytes
         caps = self.cluster.caps(self.options.memory_bytes)
         there = sum(g.num_devices * cap for g, cap in zip(self.cluster.groups, caps, strict=True))
@@ -490,7 +499,7 @@ class PipelineSearch:
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
-        """Of how many devices stages may be, if as many as are asked for shall have all devices together.
+        """Possible numbers of devices of a stage, such that the asked number of stages has all devices.
 
         Raises:
           InputError: there is no such number.
@@ -512,8 +521,8 @@ class PipelineSearch:
         return sizes
 
     def _counts(self) -> list[int]:
-        """Numbers of parts, the most first; where it is said how many microbatches there are, those for any number of
-        replicas, the fewest first, as all will be tried."""
+        """Numbers of parts, the largest first. If the number of microbatches is given: those of all numbers of replicas, the
+        smallest first, as all will be tried."""
         batch, asked = max(batch_divisors(self.step), default=1), self.options.microbatches
         replicas = [n for n, _ in self._all_meshes]
         if asked is not None:
@@ -521,7 +530,7 @@ class PipelineSearch:
         return [n for n in batch_halvings(self.step) if any(self._meshes(n))]
 
     def _check_mesh(self) -> None:
-        """That as many stages of the mesh that is asked for as are asked for have all devices."""
+        """Refuses a mesh with which the asked number of stages does not have all devices."""
         options, total = self.options, self.cluster.num_devices
         size = prod(options.mesh or ())
         stages = options.stages or total // size
@@ -534,7 +543,7 @@ class PipelineSearch:
                 "another mesh or number of stages"
             )
 
-    # --- what to say
+    # --- messages
 
     @property
     def _nodes(self) -> str:
@@ -565,7 +574,7 @@ class PipelineSearch:
         )
 
     def _infeasible(self, cutoff_s: float) -> Exception:
-        """Why there is none."""
+        """The error that says why there is no pipeline."""
         if (least_s := min(self._best_s, self.passed_over_s)) < inf:
             return InfeasibleError(
                 f"pipelines of {self.step.name} take {format_seconds(least_s)} or more, and there is a plan of "
@@ -591,7 +600,7 @@ class PipelineSearch:
 
 
 def _sums(terms: Sequence[int], count: int, most: int) -> frozenset[int]:
-    """The sums of so many terms, up to a limit."""
+    """All sums of a number of terms, up to a limit."""
     found = frozenset({0})
     for _ in range(count):
         found = frozenset(total + term for total in found for term in terms if total + term <= most)

@@ -422,10 +422,40 @@ def test_what_it_does_is_told():
     assert "2 microbatches, 4 replicas of each stage" in said
 
 
-def test_no_step_can_be_like_a_pipeline(mlp):
-    case = mlp.case
-    with pytest.raises(InputError, match="is a pipeline, each stage of which rests on devices of its own"):
-        autoshard.parallelize(case.step, like=in_two_stages())(case.init(), case.batch(0))
+def outputs(w, x):
+    return jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+
+
+@pytest.mark.parametrize("examples", [8, 6])
+def test_an_evaluation_like_a_pipeline_reads_the_state_where_its_stages_have_it(examples):
+    """Of 6 examples two replicas of a stage get one microbatch."""
+    state, x = of_momentum()
+    options = {"stages": 2, "microbatches": 2, "mesh": (2, 2), "schedule": "1f1b"}
+    step = autoshard.parallelize(momentum, **options, offload=("optimizer_state",))
+    state = step(state, x)
+    evaluate = autoshard.parallelize(lambda state, x: outputs(state["w"], x), like=step)
+    wanted = outputs(jax.device_get(state["w"]), x[:examples])
+    np.testing.assert_allclose(evaluate(state, x[:examples]), wanted, rtol=1e-5)
+    rests, _ = evaluate.in_shardings(state, x[:examples])
+    assert rests == jax.tree.map(lambda array: array.sharding, state)
+    assert not any(array.is_deleted() for array in jax.tree.leaves(state))
+    assert evaluate.plan.microbatches == examples // 4
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "args", "said"),
+    [
+        (lambda w, x: jnp.mean(x @ w), (jnp.ones((3, 3)), jnp.ones((8, 3))), "which shares no argument"),
+        (outputs, ([jnp.ones((WIDTH, WIDTH))] * 2, jnp.ones((7, WIDTH))), "cannot be split over the 4 repl"),
+    ],
+)
+def test_what_cannot_be_like_a_pipeline_is_said(evaluation, args, said):
+    state, x = of_momentum()
+    step = autoshard.parallelize(momentum, stages=2, microbatches=2, mesh=(4, 1), schedule="1f1b")
+    like = autoshard.parallelize(evaluation, like=step)
+    step(state, x)
+    with pytest.raises(InputError, match=said):
+        like(*args)
 
 
 def test_one_stage_is_no_pipeline():
@@ -522,8 +552,12 @@ def test_a_pipeline_is_found_by_itself_where_one_program_waits():
     with pytest.warns(autoshard.AutoshardWarning, match="planning once for the new ones too$"):
         step(state, jax.tree.map(lambda x: x[:32], case.batch(1)))
     assert step.plan.executor == "mpmd"
-    with pytest.raises(InputError, match="or ask for stages=1 there"):
-        autoshard.parallelize(case.step, like=step)(wanted, case.batch(0))
+    again = autoshard.parallelize(case.step, like=step)
+    _, metrics = again(wanted, case.batch(1))
+    np.testing.assert_allclose(
+        metrics["loss"], jax.jit(case.step)(wanted, case.batch(1))[1]["loss"], rtol=1e-5
+    )
+    assert again.plan.stages == step.plan.stages
 
 
 def test_the_compiler_has_the_time_that_a_search_of_pipelines_leaves(monkeypatch):

@@ -290,6 +290,7 @@ def test_state_on_the_host_is_fetched_in_its_stages_update_and_takes_no_device_m
         proof = autoshard.verify(case.step, *case.abstract_args(), plan=plan)
         assert isinstance(proof, PipelineVerification)
         assert "fits, as predicted" in str(proof)
+        assert ("its host" in str(proof)) is bool(offload)
         proofs.append(proof)
     for plain, hosted in zip(*(proof.stages for proof in proofs), strict=True):
         moved_bytes = hosted.predicted.host_bytes
