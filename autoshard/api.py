@@ -303,7 +303,8 @@ def eject(
       step: the step that the plan was made for.
       *abstract_args: the shapes of the step's arguments; by position or by keyword, as for `search`.
       plan: a plan or its file.
-      only: "shardings" for a dict of the arguments' specs by pytree path; by default the whole step.
+      only: "shardings" for a dict of the arguments' specs by pytree path, of a pipeline stage by stage; by default the whole
+        step.
       form: "wrapper", the user's own step jitted with the plan's shardings of arguments and results; or "written", the
         plan's program, an operation a line. The default is the wrapper if it compiles to the collectives and the peak of
         the plan's program, and otherwise the written program, if each of its operations has a public function.
@@ -320,8 +321,9 @@ def eject(
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
-      InputError: the step's arguments are not plain pytrees by position, the plan has a program per stage (both have
-        shardings only), or the written form is asked for and an operation has no public function.
+      InputError: the step's arguments are neither pytrees by position nor NNX objects that `nnx.update` can carry, the plan
+        has a program per stage (both have shardings only), or the written form is asked for and an operation has no public
+        function.
       CompilerError: the compiler failed.
 
     Example:
