@@ -3,9 +3,10 @@
 python -m benchmarks.explained [--models gpt resnet] [--cluster 8xH100-80GB] [--draws 5] [--telling] [--out table.md]
 
 Decisions on arguments are drawn at random from the plans of some models, and explained: of the tests' models, or of larger
-ones (`LARGE`), whose decisions have real prices. With --telling, arrays of at least a MiB are drawn, and those that are no
-tie come first. Then the step is searched again on the plan's mesh with the runner-up pinned. The price found is the
-difference of the two step times. Both searches recompute and offload nothing, as explained prices keep that as it is.
+ones (`LARGE`), whose decisions have real prices. With --telling, decisions that are no tie come first, and of the larger
+models only arrays of a MiB and more are drawn. Then the step is searched again on the plan's mesh with the runner-up pinned.
+The price found is the difference of the two step times. Both searches recompute and offload nothing, as explained prices
+keep that as it is.
 
 A price *agrees* if it is within 2% of the price found. It is *within bounds* if the price found lies between the bounds that
 the explanation says, the pinned search's own gap allowed for. Everything else is *wrong*.
@@ -52,7 +53,7 @@ MAX_EXPLAINED = 20
 """Decisions of a model that are drawn and explained, to find some that are no tie."""
 
 LEAST_BYTES = 1 << 20
-"""Of an array that is drawn to find decisions that are no tie: smaller ones cost microseconds, whatever is decided."""
+"""Of an array of a large model that is drawn to find decisions that are no tie: smaller ones cost next to nothing."""
 
 HEADS = ("model", "argument", "is", "runner-up", "reason", "price said", "price found", "verdict")
 
@@ -98,7 +99,7 @@ def rows_of(model: str, cluster: Cluster, num_draws: int, is_telling: bool) -> I
     names = applied.on_mesh.codec.names
     values = [step.graph.values[v] for v in step.graph.inputs]
     sizes = {one.name: v.num_bytes for one, v in zip(step.arguments, values, strict=True)}
-    least_bytes = LEAST_BYTES if is_telling else 0
+    least_bytes = LEAST_BYTES if is_telling and model in LARGE else 0
     nodes = [n for n, own in enumerate(names) if sizes.get(own[0], -1) >= least_bytes]
     drawn = random.Random(SEED).sample(nodes, len(nodes))[: MAX_EXPLAINED if is_telling else None]
     answers = ((explain(applied, names[node][0]), names[node]) for node in drawn)

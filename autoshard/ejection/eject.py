@@ -117,7 +117,8 @@ class Ejected:
         """
         write_whole(Path(path), self.text, "the ejected step")
         if self.constants:
-            np.savez(Path(path).with_suffix(".npz"), **self.constants)
+            arrays: dict[str, Any] = dict(self.constants)
+            np.savez(Path(path).with_suffix(".npz"), **arrays)
 
     def __str__(self) -> str:
         return self.text

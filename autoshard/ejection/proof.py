@@ -126,7 +126,8 @@ def loaded(
     with TemporaryDirectory() as folder:
         namespace: dict[str, Any] = {"__name__": "ejected", "__file__": f"{folder}/ejected.py"}
         if constants:
-            np.savez(f"{folder}/ejected.npz", **constants)
+            arrays: dict[str, Any] = dict(constants)
+            np.savez(f"{folder}/ejected.npz", **arrays)
         exec(compile(text, "<ejected>", "exec"), namespace)
     if "OBJECTS" in namespace:
         made = namespace["sharded"](step, *args, mesh=program.mesh)
