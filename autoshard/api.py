@@ -16,6 +16,7 @@ from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.ejection.eject import SHARDINGS, Ejected, Ejection
+from autoshard.ejection.objects import fault
 from autoshard.ejection.stage_shardings import stage_shardings_file
 from autoshard.executors.jit import Program
 from autoshard.keywords import told_apart
@@ -306,7 +307,8 @@ def eject(
       step: the step that the plan was made for.
       *abstract_args: the shapes of the step's arguments; by position or by keyword, as for `search`.
       plan: a plan or its file.
-      only: "shardings" for a dict of the arguments' specs by pytree path; by default the whole step.
+      only: "shardings" for a dict of the arguments' specs by pytree path, of a pipeline stage by stage; by default the whole
+        step.
       form: "wrapper", the user's own step jitted with the plan's shardings of arguments and results; or "written", the
         plan's program, an operation a line. The default is the wrapper if it compiles to the collectives and the peak of
         the plan's program, and otherwise the written program, if each of its operations has a public function.
@@ -323,8 +325,9 @@ def eject(
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
-      InputError: the step's arguments are not plain pytrees by position, the plan has a program per stage (both have
-        shardings only), or the written form is asked for and an operation has no public function.
+      InputError: the step's arguments are neither pytrees by position nor NNX objects that `nnx.update` can carry, the plan
+        has a program per stage (both have shardings only), or the written form is asked for and an operation has no public
+        function.
       CompilerError: the compiler failed.
 
     Example:
@@ -357,14 +360,20 @@ def eject(
                 f"{place} has a program for each stage, which a schedule dispatches: that is no one step in plain JAX. "
                 'Eject its shardings, stage by stage: only="shardings". Or search with executor="spmd", or without stages'
             )
-        ejection = Ejection(found, program, call.step, _names(call), hardware.groups[0])
+        own_step, own_args = (call.step, call.args) if call.apart is None else (step, abstract_args)
+        ejection = Ejection(found, program, own_step, own_args, _names(call), hardware.groups[0])
         if own["only"] is not None:
             return ejection.shardings()
-        if not call.is_as_given:
+        if call.apart is not None and (reason := fault(call, abstract_args, found.step)):
             raise InputError(
-                f"{step_name(step)} takes arguments that are no plain pytrees by position (NNX objects, Equinox modules, "
-                "static or keyword arguments). Make it a function of pytrees: nnx.split outside and nnx.merge inside, "
-                'eqx.partition, functools.partial. Or eject its shardings: only="shardings"'
+                f"{step_name(step)} takes NNX objects in a way that nnx.split and nnx.update do not carry: {reason}. Make "
+                'it a function of states: nnx.split outside and nnx.merge inside. Or eject its shardings: only="shardings"'
+            )
+        if call.apart is None and not call.is_as_given:
+            raise InputError(
+                f"{step_name(step)} takes arguments that are no plain pytrees by position (Equinox modules, static or "
+                "keyword arguments). Make it a function of pytrees: eqx.partition, functools.partial. Or eject its "
+                'shardings: only="shardings"'
             )
         return ejection.whole(own["form"], ejection.oracle(own["verify"], compiler, tell))
 

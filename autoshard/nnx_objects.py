@@ -167,6 +167,11 @@ def changed_attribute(was: Form, now: Form) -> str:
     return f"{name} ({before.value!r:.40}, now {after.value!r:.40})"
 
 
+def statics(graph: Any) -> list[tuple[Any, Any]]:
+    """The static attributes in a graph definition, by name."""
+    return [(name, attribute.value) for name, attribute in graph.attributes if _is_static(attribute)]
+
+
 def _is_static(attribute: Any) -> bool:
     from flax import nnx
 

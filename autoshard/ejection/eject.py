@@ -117,7 +117,8 @@ class Ejected:
         """
         write_whole(Path(path), self.text, "the ejected step")
         if self.constants:
-            np.savez(Path(path).with_suffix(".npz"), **self.constants)
+            arrays: dict[str, Any] = dict(self.constants)
+            np.savez(Path(path).with_suffix(".npz"), **arrays)
 
     def __str__(self) -> str:
         return self.text
@@ -131,6 +132,7 @@ class Ejection:
       found: the plan on its step.
       program: its program, over an abstract mesh.
       step: the user's function, of positional arguments.
+      args: the shapes of its arguments, NNX objects among them.
       names: of its arguments.
       cluster: the plan's cluster.
     """
@@ -138,6 +140,7 @@ class Ejection:
     found: Any
     program: Program
     step: Any
+    args: Sequence[Any]
     names: Sequence[str]
     cluster: Cluster
 
@@ -231,8 +234,8 @@ class Ejection:
         planned: list[CompiledStats] = []
 
         def compare(text: str, constants: Constants) -> Beside:
-            asked = [self.program.fn] * (not planned) + [loaded(text, constants, self.step, self.program)]
-            programs = [(fn, self.program.args) for fn in asked]
+            ours = [(self.program.fn, self.program.args)] * (not planned)
+            programs = [*ours, loaded(text, constants, self.step, self.args, self.program)]
             *first, ejected = oracle.stats(programs, self.program.resting_bytes)
             planned.extend(first)
             return Beside(planned[0], ejected)

@@ -9,8 +9,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.cost_model.errors import InputError
 from autoshard.executors.jit import Program
-from autoshard.nnx_objects import VariablePath
+from autoshard.nnx_objects import VariablePath, Variables
 from autoshard.search.ir import _jax
+from autoshard.search.ir.in_place import InPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,21 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
+class Objects:
+    """The NNX objects among a step's arguments, which the step changes in place.
+
+    Attributes:
+      names: of the arguments that are objects.
+      num_results: number of arrays in the step's own result; those of changed variables follow on them.
+      changed: for each changed variable, the number of its flat argument.
+    """
+
+    names: tuple[str, ...]
+    num_results: int
+    changed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The shardings at a program's border.
 
@@ -52,6 +68,8 @@ class Layout:
       donated: the numbers of the arguments of which each array is donated.
       partly_donated: the names of the arguments of which some arrays are donated.
       call: the equation of the jitted program, in terms of the flat arguments.
+      objects: the NNX objects among the arguments; None without them. Then `results` has their arguments first, and the
+        step's own result last.
     """
 
     step: str
@@ -62,6 +80,7 @@ class Layout:
     donated: tuple[int, ...]
     partly_donated: tuple[str, ...]
     call: _jax.JittedCall
+    objects: Objects | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,6 +103,8 @@ class Layout:
         call = _jax.jitted_call(program.fn, program.args)
         structure = jax.tree.structure(jax.eval_shape(program.fn, *program.args))
         made = jax.tree.unflatten(structure, call.out_shardings)
+        if isinstance(made, InPlace):
+            return cls._of_objects(program, names, call, made)
         parts = list(made) if type(made) is tuple else [made]
         labels = [f"result {i}" for i in range(len(parts))] if type(made) is tuple else ["result"]
         whole = tuple(i for i in range(len(names)) if _is_all_donated(program, i))
@@ -97,6 +118,27 @@ class Layout:
             whole,
             tuple(some),
             call,
+        )
+
+    @classmethod
+    def _of_objects(
+        cls, program: Program, names: Sequence[str], call: _jax.JittedCall, made: InPlace
+    ) -> "Layout":
+        """The border of a program whose arguments hold objects. These come back whole, so they are donated whole."""
+        of_objects = [i for i, x in enumerate(program.args) if isinstance(x, Variables)]
+        objects = Objects(
+            tuple(names[i] for i in of_objects), len(jax.tree.leaves(made.result)), tuple(sorted(made.left))
+        )
+        return cls(
+            program.name,
+            dict(program.mesh.shape),
+            arguments(program, names),
+            (*of_objects, _tree("result", made.result)),
+            True,
+            tuple(of_objects),
+            (),
+            call,
+            objects,
         )
 
 

@@ -111,15 +111,29 @@ FLAGS = " ".join(f"--{name}={value}" for name, value in AS_PLANNED.items())
 """The compiler's flags of a plan's program."""
 
 
-def loaded(text: str, constants: Mapping[str, np.ndarray], step: Any, program: Program) -> Any:
-    """The jitted function of an ejected file, over the mesh of a program."""
+def loaded(
+    text: str, constants: Mapping[str, np.ndarray], step: Any, args: Sequence[Any], program: Program
+) -> tuple[Any, Sequence[Any]]:
+    """The jitted function of an ejected file, over the mesh of a program, and its arguments' shapes.
+
+    Args:
+      text: the file.
+      constants: the arrays in the `.npz` beside it.
+      step: the user's step.
+      args: the shapes of its arguments, with the objects among them.
+      program: the plan's.
+    """
     with TemporaryDirectory() as folder:
         namespace: dict[str, Any] = {"__name__": "ejected", "__file__": f"{folder}/ejected.py"}
         if constants:
-            np.savez(f"{folder}/ejected.npz", **constants)
+            arrays: dict[str, Any] = dict(constants)
+            np.savez(f"{folder}/ejected.npz", **arrays)
         exec(compile(text, "<ejected>", "exec"), namespace)
+    if "OBJECTS" in namespace:
+        made = namespace["sharded"](step, *args, mesh=program.mesh)
+        return made.jitted, namespace["apart"](args)[1]
     shapes = jax.tree.map(_without_sharding, program.args)
-    return namespace["sharded"](step, *shapes, mesh=program.mesh)
+    return namespace["sharded"](step, *shapes, mesh=program.mesh), program.args
 
 
 def _without_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from autoshard.ejection import source
-from autoshard.ejection.layout import Layout, Tree
+from autoshard.ejection.layout import Layout, Objects, Tree
 from autoshard.ejection.shardings_file import constants, docstring
 from autoshard.ejection.written import INDENT, Written, identifier, written
 
@@ -49,21 +49,69 @@ SHARDED = '''def sharded(step, *args, mesh=None):
       mesh: by default, of the first devices that JAX sees.
     """
     mesh = make_mesh() if mesh is None else mesh
-    inputs = tuple(shardings(name, x, mesh) for name, x in zip(ARGUMENTS, args, strict=True))
+{apart}    inputs = tuple(shardings(name, x, mesh) for name, x in zip(ARGUMENTS, args, strict=True))
     result = jax.eval_shape(step, *args)
 {run}
-    return jax.jit(
+    {given} jax.jit(
         run,
         in_shardings=inputs,
         out_shardings={outputs},
         donate_argnums={donated},
         compiler_options=GPU_OPTIONS if jax.default_backend() == "gpu" else None,
     )
+{in_place}'''
+
+PURE = '''def objects(args):
+    """The NNX objects among the arguments."""
+    return tuple(x for name, x in zip(ARGUMENTS, args, strict=True) if name in OBJECTS)
+
+
+def apart(args):
+    """The graph of the objects, and the arguments with an `nnx.State` in place of each object.
+
+    A variable that two objects share stands with the first one.
+    """
+    graph, state = nnx.split(objects(args))
+    states = {name: state.get(i, nnx.State({})) for i, name in enumerate(OBJECTS)}
+    return graph, tuple(states.get(name, x) for name, x in zip(ARGUMENTS, args, strict=True))
+
+
+def joined(states):
+    """The states of the objects as one."""
+    return nnx.State({i: state for i, state in enumerate(states) if state})
+
+
+def pure(step, graph):
+    """The step as a function of states, which returns the new states and the step's result."""
+
+    def run(*args):
+        merged = nnx.merge(graph, joined(objects(args)))
+        whole = dict(zip(ARGUMENTS, args, strict=True)) | dict(zip(OBJECTS, merged, strict=True))
+        result = step(*whole.values())
+        return (*objects(apart(whole.values())[1]), result)
+
+    return run
 '''
+
+APART = """    graph, args = apart(args)
+    step = pure(step, graph)
+"""
+
+IN_PLACE = """
+    def in_place(*args):
+        *states, result = jitted(*apart(args)[1])
+        nnx.update(objects(args), joined(states))
+        return result
+
+    in_place.jitted = jitted
+    return in_place
+"""
 
 
 def usage(layout: Layout) -> str:
     """The lines of a training loop that use the file."""
+    if layout.objects is not None:
+        return _usage_of_objects(layout, layout.objects)
     names = list(layout.names)
     results = [names[part] if isinstance(part, int) else "metrics" for part in layout.results]
     placed = [f"{names[i]} = placed({source.quoted(names[i])}, {names[i]}, mesh)" for i in layout.donated]
@@ -75,6 +123,16 @@ def usage(layout: Layout) -> str:
         f"{', '.join(dict.fromkeys(results))} = train_step{called}",
     ]
     return "\n".join(f"{INDENT}{line}" for line in lines)
+
+
+def _usage_of_objects(layout: Layout, objects: Objects) -> str:
+    called = ", ".join(layout.names)
+    placed = (
+        f"nnx.update({name}, placed({source.quoted(name)}, nnx.state({name}), mesh))"
+        for name in objects.names
+    )
+    lines = ["mesh = make_mesh()", *placed, f"train_step = sharded({layout.step}, {called}, mesh=mesh)"]
+    return "\n".join(f"{INDENT}{line}" for line in [*lines, f"result = train_step({called})"])
 
 
 def wrapper_file(
@@ -137,14 +195,31 @@ def written_file(layout: Layout, body: Written, options: Mapping[str, str], said
         *(part for line in body.lines for part in _indented(line)),
         "",
     ]
-    run = [
-        "def run(*args):",
-        f"{INDENT}return jax.tree.unflatten(jax.tree.structure(result), written(mesh, *jax.tree.leaves(args)))",
-    ]
+    run = _written_run(layout)
     use = "; here it only gives the structure of the result"
     imports = f"import jax.numpy as jnp\n{'import numpy as np\n' * bool(body.stored)}from jax import lax\n"
     loaded = [LOADED] if body.stored else []
     return _file(layout, options, said, _Content(run, use, loaded, ["\n".join(program)], imports))
+
+
+def _written_run(layout: Layout) -> list[str]:
+    """The function that calls the written program and gives its results their structure."""
+    objects = layout.objects
+    if objects is None:
+        return [
+            "def run(*args):",
+            f"{INDENT}return jax.tree.unflatten(jax.tree.structure(result), written(mesh, *jax.tree.leaves(args)))",
+        ]
+    return [
+        "def run(*args):",
+        f"{INDENT}leaves = jax.tree.leaves(args)",
+        f"{INDENT}made = written(mesh, *leaves)",
+        f"{INDENT}for number, x in zip(CHANGED, made[{objects.num_results}:], strict=True):",
+        f"{INDENT * 2}leaves[number] = x",
+        f"{INDENT}states = objects(jax.tree.unflatten(jax.tree.structure(args), leaves))",
+        f"{INDENT}own = jax.tree.unflatten(jax.tree.structure(result[-1]), made[:{objects.num_results}])",
+        f"{INDENT}return (*states, own)",
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +272,15 @@ def _read_constants(read: Mapping[str, Mapping[str, PartitionSpec]]) -> list[str
 
 
 def _file(layout: Layout, options: Mapping[str, str], said: Sequence[str], content: _Content) -> str:
-    names = ", ".join(map(source.quoted, layout.names))
+    names, objects = ", ".join(map(source.quoted, layout.names)), layout.objects
     assigned = [
         constants(layout.mesh, layout.trees),
         f"ARGUMENTS = ({names}{',' * (len(layout.names) == 1)})",
+        *(
+            []
+            if objects is None
+            else _object_constants(objects, is_written="written(" in "".join(content.run))
+        ),
         *content.constants,
         source.dictionary("GPU_OPTIONS", {key: source.quoted(value) for key, value in options.items()}),
     ]
@@ -212,9 +292,19 @@ def _file(layout: Layout, options: Mapping[str, str], said: Sequence[str], conte
         run=f"\n{definition}\n\n{INDENT}run.__name__ = {name}",
         outputs=_outputs(layout),
         donated=source.text(layout.donated),
+        apart=APART if objects else "",
+        given="jitted =" if objects else "return",
+        in_place=IN_PLACE if objects else "",
     )
-    head = [docstring(said), IMPORTS.format(content.imports), "\n".join(assigned)]
-    return "\n\n".join(head) + "\n\n\n" + "\n\n".join([FUNCTIONS, *content.helpers, text])
+    imports = f"{content.imports}from flax import nnx\n" if objects else content.imports
+    head = [docstring(said), IMPORTS.format(imports), "\n".join(assigned)]
+    helpers = [PURE, *content.helpers] if objects else content.helpers
+    return "\n\n".join(head) + "\n\n\n" + "\n\n".join([FUNCTIONS, *helpers, text])
+
+
+def _object_constants(objects: Objects, is_written: bool) -> list[str]:
+    named = f"OBJECTS = {source.text(objects.names)}"
+    return [named, f"CHANGED = {source.text(objects.changed)}"] if is_written else [named]
 
 
 def _outputs(layout: Layout) -> str:

@@ -4,9 +4,11 @@ Both axes are logarithmic, as times and prices differ by factors. The points of 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import PurePath
 
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.plan.summary import plan_title
@@ -15,6 +17,9 @@ from autoshard.sweep.table import HEAD, numbers
 
 WIDTH, HEIGHT, MARGIN = 860, 460, 70
 """Pixels of the drawing, and around the plot."""
+
+RIGHT = 0.7
+"""Of the width: points further right have their name on their left, where there is room."""
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -29,6 +34,7 @@ circle.best { fill: #1a7f64 }
 div { overflow-x: auto }
 table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; padding: .25em .8em .25em 0; border-bottom: 1px solid #8884; vertical-align: top }
+td:not(:last-child) { white-space: nowrap }
 tr.best td { font-weight: 600 }
 """
 
@@ -70,7 +76,7 @@ class Axis:
 def page(step: str, rows: Sequence[WhatIf]) -> str:
     """The file's text."""
     shown = [row for row in rows if row.time_s and 0 < row.price < math.inf]
-    heading = f"{escape(step)}: which cluster?"
+    heading = f"Which cluster for {escape(PurePath(step).name)}?"
     parts = [f"<h1>{heading}</h1>", *(_drawing(shown) if shown else ()), *_table(rows)]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{heading}</title>'
@@ -82,6 +88,7 @@ def page(step: str, rows: Sequence[WhatIf]) -> str:
 
 def _drawing(shown: Sequence[WhatIf]) -> Iterator[str]:
     what = "cost" if all(row.cost is not None for row in shown) else "GPU hours"
+    yield f"<p>{_key(shown, what)}</p>"
     across = Axis.of([row.time_s or 0 for row in shown], MARGIN, WIDTH - MARGIN)
     up = Axis.of([row.price for row in shown], HEIGHT - MARGIN, MARGIN / 2)
     yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{what} over time, one point per cluster">'
@@ -93,8 +100,40 @@ def _drawing(shown: Sequence[WhatIf]) -> Iterator[str]:
         x, y = across.at(row.time_s or 0), up.at(row.price)
         words = escape(f"{row.cluster}, cap {format_bytes(row.memory_bytes)}")
         yield f'<circle class="{"best" * row.is_on_front}" cx="{x}" cy="{y}" r="6"><title>{words}</title></circle>'
-        yield f'<text x="{x + 10}" y="{y - 8}">{escape(row.cluster)}</text>'
+    for (x, y), named in _labels(shown, across, up).items():
+        is_right = x > WIDTH * RIGHT
+        place = (
+            f'x="{x - 10 if is_right else x + 10}" y="{y - 8}" text-anchor="{"end" if is_right else "start"}"'
+        )
+        yield f"<text {place}>{escape(named)}</text>"
     yield "</svg>"
+
+
+def _key(shown: Sequence[WhatIf], what: str) -> str:
+    """The meaning of a point, in a sentence."""
+    steps = round((shown[0].time_s or 0.0) / (shown[0].step_s or 1.0))
+    paid = "cost less" if what == "cost" else "take fewer GPU hours"
+    return (
+        f"Each point is the best plan for a cluster under a cap, for {steps:,} steps. Filled points are worth a "
+        f"look: no other is as fast and as cheap. Points further left are faster, points further down {paid}."
+    )
+
+
+def _labels(shown: Sequence[WhatIf], across: Axis, up: Axis) -> dict[tuple[float, float], str]:
+    """A name for each point: its cluster, with the caps if other caps of that cluster lie elsewhere."""
+    points: dict[tuple[float, float], list[WhatIf]] = {}
+    for row in shown:
+        points.setdefault((across.at(row.time_s or 0), up.at(row.price)), []).append(row)
+    spread = Counter(name for rows in points.values() for name in {row.cluster for row in rows})
+    return {point: ", ".join(_names(rows, spread)) for point, rows in points.items()}
+
+
+def _names(rows: Sequence[WhatIf], spread: Mapping[str, int]) -> list[str]:
+    caps = {
+        name: [format_bytes(r.memory_bytes) for r in rows if r.cluster == name]
+        for name in dict.fromkeys(r.cluster for r in rows)
+    }
+    return [f"{name} ({', '.join(own)})" if spread[name] > 1 else name for name, own in caps.items()]
 
 
 def _grid(across: Axis, up: Axis, what: str) -> Iterator[str]:

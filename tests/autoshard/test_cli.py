@@ -674,7 +674,8 @@ def test_version(run):
 
 
 @pytest.mark.parametrize(
-    "verb", ["search", "verify", "show", "report", "what-if", "clusters", "schema", "calibrate"]
+    "verb",
+    ["search", "verify", "show", "report", "trace-compare", "what-if", "clusters", "schema", "calibrate"],
 )
 def test_help_ends_with_an_example_that_parses_and_the_exit_statuses(run, verb, monkeypatch):
     status, out, _ = run(verb, "--help")

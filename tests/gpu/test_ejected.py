@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import autoshard
 
@@ -31,3 +32,18 @@ def test_on_gpus_the_form_that_compiles_to_the_plans_program_is_taken(form, mesh
     assert all(c.predicted_bytes == c.compiled_bytes for c in made.collectives)
     assert bool(made.tried) == (form == "written")
     assert "it has the collectives and the peak memory of the plan's program" in " ".join(made.text.split())
+
+
+def test_on_gpus_a_step_that_changes_objects_compiles_to_the_plans_program():
+    def step(model, x):
+        grads = nnx.grad(lambda model: ((jnp.tanh(model(x)) - 1) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model), grads))
+
+    model = nnx.eval_shape(lambda: nnx.Linear(1024, 1024, rngs=nnx.Rngs(0)))
+    args = model, jax.ShapeDtypeStruct((4096, 1024), "float32")
+    pins = {"x": jax.P("data"), "model": jax.P()}
+    plan = autoshard.search(step, *args, cluster="8xH100-80GB", mesh=(8,), pin=pins, verify="never")
+    made = autoshard.eject(step, *args, plan=plan, verify="always")
+    assert (made.differences, made.is_compiled) == ((), True)
+    assert made.collectives
+    assert all(c.predicted_bytes == c.compiled_bytes for c in made.collectives)

@@ -1,6 +1,7 @@
 """A plan as a file of plain JAX: it runs where autoshard cannot be imported, and gives one device's numbers."""
 
 import dataclasses
+import functools
 import runpy
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -315,20 +317,83 @@ def test_the_shardings_of_a_pipeline_are_those_in_which_its_arguments_rest():
     assert variables["STAGE"]["x"] == {"": 0}
 
 
-def test_objects_among_the_arguments_are_refused_with_a_remedy():
-    model = nnx.eval_shape(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.up, self.norm = nnx.Linear(16, 32, rngs=rngs), nnx.BatchNorm(32, rngs=rngs)
+        self.drop, self.down = nnx.Dropout(0.1, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
 
-    def step(model, x):
-        grads = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
-        nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model), grads))
+    def __call__(self, x):
+        return self.down(self.drop(jax.nn.relu(self.norm(self.up(x)))))
 
-    x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    plan = autoshard.search(step, model, x, cluster="8xCPU", verify="never")
-    with pytest.raises(autoshard.InputError, match=r"nnx\.split outside and nnx\.merge inside"):
-        autoshard.eject(step, model, x, plan=plan)
-    text = autoshard.eject(step, model, x, plan=plan, only="shardings").text
+
+def with_optimizer():
+    model = Model()
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def train_objects(model, x, optimizer):
+    value, grads = nnx.value_and_grad(lambda model: ((model(x) - 1) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return {"loss": value}
+
+
+@functools.cache
+def plan_of_objects():
+    model, optimizer = nnx.eval_shape(with_optimizer)
+    args = model, jax.ShapeDtypeStruct((64, 16), jnp.float32), optimizer
+    asked = {"cluster": "8xCPU", "mesh": (8,), "pin": {"x": jax.P("data")}, "verify": "never"}
+    return args, autoshard.search(train_objects, *args, **asked)
+
+
+@pytest.mark.parametrize("form", ["wrapper", "written"])
+def test_objects_are_changed_in_place_as_on_one_device(form):
+    """Parameters, moments, running statistics and dropout's count."""
+    args, plan = plan_of_objects()
+    made = autoshard.eject(train_objects, *args, plan=plan, form=form)
+    assert made.differences == ()
     variables = {}
-    exec(text, variables)
+    exec(made.text, variables)
+    mesh, many, one = variables["make_mesh"](), with_optimizer(), with_optimizer()
+    for name, own in zip(("model", "optimizer"), many, strict=True):
+        nnx.update(own, variables["placed"](name, nnx.state(own), mesh))
+    run = variables["sharded"](train_objects, many[0], args[1], many[1], mesh=mesh)
+    for seed in range(2):
+        batch = np.random.default_rng(seed).standard_normal((64, 16), "float32")
+        found, wanted = run(many[0], batch, many[1]), nnx.jit(train_objects)(one[0], batch, one[1])
+        np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-5)
+    for p, q in zip(jax.tree.leaves(nnx.state(many)), jax.tree.leaves(nnx.state(one)), strict=True):
+        if not jnp.issubdtype(p.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(p, q, rtol=1e-3, atol=1e-4)
+    assert len(many[0].up.kernel.get_value().sharding.device_set) == 8
+    assert 'nnx.update(optimizer, placed("optimizer", nnx.state(optimizer), mesh))' in made.text
+
+
+def static_change(model, x):
+    model.calls += 1
+    model.kernel.set_value(model.kernel.get_value() * x.mean())
+
+
+def new_variable(model, x):
+    model.last = nnx.Cache(model(x))
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [(static_change, "changes static attributes"), (new_variable, "gives its objects new variables")],
+)
+def test_what_an_update_of_objects_does_not_carry_is_refused_with_a_remedy(step, reason):
+    def make():
+        model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        model.calls = 0
+        return model
+
+    model, x = nnx.eval_shape(make), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    plan = autoshard.search(step, model, x, cluster="8xCPU", verify="never")
+    with pytest.raises(autoshard.InputError, match=rf"{reason}.*nnx\.split outside and nnx\.merge inside"):
+        autoshard.eject(step, model, x, plan=plan)
+    variables = {}
+    exec(autoshard.eject(step, model, x, plan=plan, only="shardings").text, variables)
     paths = [
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree.leaves_with_path(nnx.state(model))

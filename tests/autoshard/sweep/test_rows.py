@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
+from autoshard.cost_model.units import format_bytes
 from autoshard.search.plan.outline import Outline
 from autoshard.sweep.chart import page
 from autoshard.sweep.rows import WhatIf, check_prices, cost, steps_for, with_front
@@ -125,7 +126,15 @@ def test_the_plot_has_a_point_for_each_plan_and_loads_nothing():
     assert found.loads == []
     assert {"script", "link", "img"}.isdisjoint(found.tags)
     assert "nothing <fits> 1 GiB a device" in found.words
-    assert "train.py:<target>: which cluster?" in found.words
+    assert "Which cluster for train.py:<target>?" in found.words
+
+
+def test_a_point_names_its_cap_only_if_other_caps_of_its_cluster_lie_elsewhere():
+    same, elsewhere = replace(row(0.9), memory_bytes=2 << 30), replace(row(1.8), memory_bytes=4 << 30)
+    caps = [row(0.9).memory_bytes, 2 << 30]
+    assert not any("GiB)" in word for word in Page(page("step", [row(0.9), same])).words)
+    named = {word for word in Page(page("step", [row(0.9), same, elsewhere])).words if "GiB)" in word}
+    assert named == {f"16xH100-80GB ({', '.join(map(format_bytes, caps))})", "16xH100-80GB (4 GiB)"}
 
 
 def test_a_plot_of_one_point_and_one_of_none():
