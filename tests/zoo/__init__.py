@@ -61,6 +61,7 @@ SMALL = {
     "vit": {"num_layers": 1, "optimizer": MOMENTUM},
     "autoencoder": {"optimizer": MOMENTUM},
     "lstm": {"num_layers": 1, "optimizer": MOMENTUM},
+    "dlrm": {"table_rows": (512, 64), "top": (32,), "optimizer": "sgd"},
     "resnet": {"stage_features": (16,), "blocks_per_stage": (1,), "stem": (3, 2)},
     "evoformer": {"num_layers": 1, "optimizer": MOMENTUM},
     "message_passing": {"num_layers": 1, "optimizer": MOMENTUM},

@@ -243,6 +243,24 @@ LOSSES = {
     "convolution": convolved,
 }
 
+OF_TOKENS = (
+    "mean",
+    "sum",
+    "mean over tokens",
+    "mean over tokens, if any",
+    "weight decay in the loss",
+    "rank of an example",
+    "place in the batch",
+    "own rows",
+    "merged dims",
+    "sequence first",
+)
+
+
+def of_tokens(params, batch, key):
+    """Losses that read the same logits, each otherwise."""
+    return sum(LOSSES[name](params, batch, key) for name in OF_TOKENS)
+
 
 def trained(loss, transform=lambda grads, key: grads):
     def step(params, batch, key):
@@ -330,6 +348,7 @@ def reported(report):
 
 STEPS = {
     **{name: trained(loss) for name, loss in LOSSES.items()},
+    "losses of tokens": trained(of_tokens),
     "clipped": trained(mean, clipped),
     "noise": trained(mean, with_noise),
     "metrics": reported(metrics),
@@ -406,12 +425,12 @@ def on_one_device(name: str) -> tuple[Step, list, Any]:
 # --- the numbers
 
 
-TWO_IN_ONE = {"mean where", "weight decay in a checkpoint", "checkpointed layers under scan"}
-"""Of what other steps are of, one by one."""
+SHOWN_BY_OTHERS = {"mean where", "weight decay in a checkpoint", "checkpointed layers under scan", *OF_TOKENS}
+"""Steps of which others are made, or that are made of others."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in TWO_IN_ONE else []) for n in STEPS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SHOWN_BY_OTHERS else []) for n in STEPS]
 )
 def test_the_numbers_stay(name):
     step, flat, wanted = on_one_device(name)
