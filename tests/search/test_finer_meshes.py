@@ -55,6 +55,7 @@ def test_what_does_not_fit_on_a_split_of_the_best_mesh_is_made_to():
     assert best.estimates.peak_bytes <= cap
 
 
+@pytest.mark.slow  # `test_what_only_recomputes_...` shows when three axes are asked; test_recomputation, what is recomputed
 def test_what_is_faster_recomputed_than_stacked_is_recomputed_on_three_axes_too():
     cluster = parse_cluster("512xH100-80GB")
     case = make_lstm(num_layers=1, hidden=1024, vocab=32000, seq=32, batch=32 * 512)

@@ -113,11 +113,19 @@ def test_of_few_layers_and_all_what_holds_less_is_said_where_neither_fits(monkey
         driver.find(stack(), H100S, Options(TIGHT_BYTES, (8,)))
 
 
-def test_where_the_whole_step_cannot_do_the_same_all_layers_are_searched():
+def test_where_the_whole_step_cannot_do_the_same_all_layers_are_searched(monkeypatch):
     assert unlike_neighbours(found(TIGHT_BYTES).problem.graph.folded)
-    with mock.patch.object(driver, "for_whole_step", side_effect=NoFitError("as if", bound_s=0.0)):
-        result = driver.find(stack(), H100S, Options(TIGHT_BYTES, (8,), offload="never", microbatches=1))
-    assert not result.problem.graph.folded.program.is_shortened
+    search = driver._found
+
+    def but_for_all(step, short, *others):
+        if short is None:
+            raise InfeasibleError("all layers are searched", 2.0 * TIGHT_BYTES)
+        return search(step, short, *others)
+
+    monkeypatch.setattr(driver, "_found", but_for_all)
+    monkeypatch.setattr(driver, "for_whole_step", mock.Mock(side_effect=NoFitError("as if", bound_s=0.0)))
+    with pytest.raises(InfeasibleError, match="all layers are searched"):
+        driver.find(stack(), H100S, Options(TIGHT_BYTES, (8,), offload="never", microbatches=1))
 
 
 def test_where_pairs_of_layers_cannot_say_what_is_recomputed_the_whole_step_is_asked(monkeypatch):

@@ -425,7 +425,8 @@ def train_graph(jit):
     model, rng, history = GraphNet(16, 6), jax.random.key(0), []
     blank = draw_graphs(0)._replace(globals=jnp.ones((8, 1)))
     params = jax.jit(model.init)({"params": rng, "dropout": rng}, blank)
-    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+    tx = optax.sgd(0.01, momentum=0.9)
+    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     for i in range(NUM_STEPS):
         rng, dropout_rng = jax.random.split(rng)
         state, metrics = train_step(state, draw_graphs(i), {"dropout": dropout_rng})
