@@ -9,7 +9,7 @@ Each attempt teaches the search how to judge later candidates:
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -60,6 +60,7 @@ class Attempts:
       deadline: the end of the attempts. Without a plan they may take as long again, but only for candidates that save
         more than all that were built.
       last: the end of that extension.
+      has_given_up: whether no candidate seems to fit.
       built: candidates that were built and searched, in order.
       postponed: candidates that save hardly more than one that missed the cap.
       num_failed: number of the latest attempts that made no better plan.
@@ -75,8 +76,10 @@ class Attempts:
         known: Callable[[StepProblem, tuple[int, ...]], Known],
         deadline: Deadline,
     ) -> None:
-        self.trials, self.baseline, self.known, self.deadline = trials, baseline, known, deadline
-        self.last = Deadline(deadline.clock, deadline.end_s + deadline.left_s)
+        self.trials, self.baseline, self.known, self.clock = trials, baseline, known, deadline.clock
+        self.limit_s = deadline.left_s
+        self.has_given_up = False
+        self._begin()
         self.built: list[Candidate] = []
         self.postponed: list[Candidate] = []
         self.num_failed = 0
@@ -84,14 +87,44 @@ class Attempts:
         self.error_s: dict[tuple[int, ...], float] = {}
         self.slower: set[tuple[frozenset[Site], frozenset[Site]]] = set()
 
-    def make(self, found: Iterable[Candidate]) -> list[Candidate]:
-        """Builds and searches the candidates that may be better than the best plan, and returns them."""
+    def make(
+        self, found: Iterable[Candidate], smallest: Callable[[], Sequence[Candidate]] | None = None
+    ) -> list[Candidate]:
+        """Builds and searches the candidates that may be better than the best plan, and returns them.
+
+        Args:
+          found: the candidates, in order.
+          smallest: makes the candidates that need the least memory, the smallest last. If there is no plan and another
+            candidate misses the cap, the smallest is built next. If it misses too, the attempts end.
+        """
         for candidate in chain(found, self.postponed):
-            if self._is_over:
+            self.has_given_up = smallest is not None and not self._is_over and self._seems_too_large(smallest)
+            if self._is_over or self.has_given_up:
                 break
             if self._is_promising(candidate):
                 self._build(candidate)
         return self.built
+
+    def _seems_too_large(self, smallest: Callable[[], Sequence[Candidate]]) -> bool:
+        """True if there is no plan and no candidate seems to fit.
+
+        Before the first attempt, the smallest peak of the baseline tells, if its strategies missed the cap: the smallest
+        candidate must save the difference. After an attempt, the smallest candidate is built.
+        """
+        if self.trials.best is not None:
+            return False
+        if not self.built:
+            needed_bytes = self.trials.needed_bytes(self.baseline)
+            has_missed = needed_bytes < math.inf
+            return has_missed and needed_bytes - smallest()[-1].saved_bytes > self.trials.options.memory_bytes
+        self._build(smallest()[-1])
+        self._begin()  # attempts at better plans have all of the time
+        return self.trials.best is None
+
+    def _begin(self) -> None:
+        """Sets the deadlines, from now on."""
+        self.deadline = Deadline.after(self.limit_s, self.clock)
+        self.last = Deadline.after(2 * self.limit_s, self.clock)
 
     @property
     def _is_over(self) -> bool:

@@ -218,6 +218,13 @@ class Estimates:
                 return
             yield from self._estimated(choice)
 
+    def smallest(self, may_recompute: bool, may_offload: bool) -> list[Candidate]:
+        """The candidate that recomputes all that it may and, if that saves too little, the one that also offloads."""
+        choice = self._choices[-1 if may_recompute else 0]
+        saved_bytes, more_s = self._saved_bytes(choice), choice.seconds - self.baseline_s
+        again = Candidate(self.uncapped, choice.sites, self.uncapped.cost_s + more_s, more_s, saved_bytes)
+        return [again, *(self._offloading(choice.sites, saved_bytes, more_s) if may_offload else ())]
+
     def candidates(
         self, cutoff_s: float = math.inf, may_recompute: bool = True, may_offload: bool = False
     ) -> list[Candidate]:

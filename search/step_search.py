@@ -4,7 +4,8 @@
    fastest solution that fits is the best plan so far (`search.trials`).
 2. Meshes of three axes follow if communication takes much of the step (`search.finer_meshes`).
 3. If a faster solution does not fit, steps that recompute ops or offload residuals are built (`search.recomputation`,
-   `search.attempts`). After them, deferred meshes are solved under the cap.
+   `search.attempts`). After them, deferred meshes are solved under the cap. While there is no plan, the smallest of
+   these steps decides: if it misses the cap, 4 comes first.
 4. If no plan fits, or the cap makes the step much slower, 1 and 3 are repeated with arguments in host memory
    (`search.memory.offload`), then with more and more microbatches (`search.memory.microbatches`).
 5. The best plan's rewritten step is tried on the other meshes. If there is no plan, the plan of the smallest peak is tried.
@@ -71,6 +72,8 @@ class StepSearch:
       shapes: the meshes of the search, and those of three axes with a proven bound.
       floors_s: lower bounds on all plans, by mesh.
       savings: candidates for recomputation in the undivided step.
+      first: the step as it was traced.
+      given_up: baselines of which nothing seemed to fit. They are searched at length if nothing else fits.
       uncapped: the fastest uncapped solution, if it is faster than all plans under the cap.
       working_bytes: lower bound on the undivided memory besides the arguments, on any mesh.
       split_s: lower bounds on uncapped plans, by number of microbatches that was tried.
@@ -89,7 +92,9 @@ class StepSearch:
         self.progress, self.clock, self.watch = trials.progress, trials.clock, trials.watch
         self.floors_s: Bounds = {}
         self.savings: tuple[Candidate, ...] = ()
+        self.first: Baseline | None = None
         self.uncapped: UncappedSolution | None = None
+        self.given_up: list[Baseline] = []
         self.working_bytes = 0.0
         self.split_s: dict[int, float] = {}
         self.tried = ""
@@ -124,6 +129,9 @@ class StepSearch:
             least = self._offloaded(first) or least
         if self.options.microbatches is None:
             least = self._in_microbatches() or least
+        while self.best is None and self.given_up and not self.trials.deadline.is_over:
+            baseline = self.given_up.pop(0)
+            self._recomputed(baseline, baseline.uncapped, self.options.limit_s / 4, may_give_up=False)
         if self.best is None:
             self.progress("no plan so far; looking for the smallest peak")
             smallest = self._of_smallest_peak(first, least())
@@ -175,7 +183,7 @@ class StepSearch:
             self.floors_s = baseline.floors_s
         uncapped = [one for one in baseline.uncapped if one.cost_s < self.trials.least_s]
         if is_first:
-            self.uncapped = next(iter(uncapped), None)
+            self.first, self.uncapped = baseline, next(iter(uncapped), None)
         deadline = Deadline.after(time_limit_s, self.clock)
         if cannot_fit := self._cannot_fit(baseline.on_meshes):
             self.trials.under_cap(step_problem, baseline.deferred, deadline)  # proves that nothing fits
@@ -189,26 +197,65 @@ class StepSearch:
             return lambda: step_problem
         if cannot_fit:
             return partial(self._smallest_step, step_problem, baseline.on_meshes)
-        found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
-        built = self._attempts(step_problem, deadline).make(
-            self._offered(baseline, uncapped, found, deadline)
-        )
+        return self._recomputed(baseline, uncapped, time_limit_s)
+
+    def _recomputed(
+        self,
+        baseline: Baseline,
+        uncapped: Sequence[UncappedSolution],
+        time_limit_s: float,
+        may_give_up: bool = True,
+    ) -> Least:
+        """Looks for better plans of steps that recompute or offload, then of the baseline on its deferred meshes. Returns
+        the step that needs the least memory.
+
+        Without a plan, these are given up as soon as the smallest of them misses the cap: steps with more arguments on the
+        host or more microbatches are tried first.
+        """
+        step_problem, found = baseline.step_problem, list[Candidate]()
+        deadline = Deadline.after(time_limit_s, self.clock)
+
+        @cache
+        def estimates(one: UncappedSolution) -> Estimates:
+            return Estimates(step_problem, one, self.pins, self.options.memory_bytes, deadline)
+
+        @cache
+        def smallest() -> list[Candidate]:
+            """The candidates that need the least memory on the fastest mesh, the smallest last."""
+            candidates = estimates(uncapped[0]).smallest(self.options.remat != "never", self._may_offload)
+            return [self._of_traced(step_problem, one) for one in candidates]
+
+        attempts = self._attempts(step_problem, deadline)
+        offered = self._offered(baseline, uncapped, found, estimates, deadline)
+        built = attempts.make(offered, smallest if may_give_up and uncapped else None)
+        deferred = baseline.deferred
+        if attempts.has_given_up:
+            self.given_up.append(baseline)
+            found += smallest()
+            deferred = [one for one in deferred if one is not uncapped[0].on_mesh]
+        if baseline is self.first:
+            self.savings = tuple(c for c in found if not c.offloaded_sites)
         most = max(found, key=lambda candidate: candidate.saved_bytes, default=None)
-        if self.best is None and most and most not in built:
+        if self.best is None and most and not attempts.has_given_up and most not in built:
             self._attempts(step_problem, Deadline.after(LEAST_ATTEMPT_S, self.clock)).make([most])
         self.watch.lap("recompute")
-        if is_first:
-            self.savings = tuple(c for c in found if not c.offloaded_sites)
-        self.trials.under_cap(step_problem, baseline.deferred, deadline)
+        self.trials.under_cap(step_problem, deferred, deadline)
         if self.best is not None or not most:
             return lambda: step_problem
         return partial(self.trials.recomputing, step_problem, most.sites, most.offloaded_sites)
+
+    def _of_traced(self, step_problem: StepProblem, candidate: Candidate) -> Candidate:
+        """A candidate with the sites of the step before it was rewritten."""
+        before = step_problem.rewritten.before
+        sites, offloaded_sites = before(candidate.sites), before(candidate.offloaded_sites)
+        return replace(candidate, sites=sites, offloaded_sites=offloaded_sites)
 
     def _offered(
         self,
         baseline: Baseline,
         uncapped: Sequence[UncappedSolution],
         found: list[Candidate],
+        estimates: Callable[[UncappedSolution], Estimates],
         deadline: Deadline,
     ) -> Iterator[Candidate]:
         """Candidates for recomputation and offloading, the most promising first. Each is appended to `found`.
@@ -218,21 +265,10 @@ class StepSearch:
         mesh before it was tried, and only if it may be better than all plans and candidates so far.
         """
         step_problem, may_recompute = baseline.step_problem, self.options.remat != "never"
-        limit_bytes, before = self.options.memory_bytes, step_problem.rewritten.before
-
-        @cache
-        def estimates(one: UncappedSolution) -> Estimates:
-            return Estimates(step_problem, one, self.pins, limit_bytes, deadline)
 
         def offer(more: Iterable[Candidate]) -> Iterator[Candidate]:
             for candidate in more:
-                found.append(
-                    replace(
-                        candidate,
-                        sites=before(candidate.sites),
-                        offloaded_sites=before(candidate.offloaded_sites),
-                    )
-                )
+                found.append(self._of_traced(step_problem, candidate))
                 self.watch.lap("recompute")
                 yield found[-1]
 

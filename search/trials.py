@@ -121,6 +121,7 @@ class Trials:
         self.gains_s = WeakKeyDictionary[StepProblem, float]()
         self._rewritten = WeakValueDictionary[tuple[StepProblem, Sites, Sites], StepProblem]()
         self.tried = Tried()
+        self._needed_bytes = WeakKeyDictionary[StepProblem, float]()
         self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
     @property
@@ -143,8 +144,14 @@ class Trials:
 
     def _comes_near(self, found: Found) -> None:
         """Keeps strategies that do not fit if they need less memory than all before them."""
+        least_bytes = min(found.peak.num_bytes, self.needed_bytes(found.step_problem))
+        self._needed_bytes[found.step_problem] = least_bytes
         if self.nearest is None or found.peak.num_bytes < self.nearest.peak.num_bytes:
             self.nearest = found
+
+    def needed_bytes(self, step_problem: StepProblem) -> float:
+        """The smallest peak of a step's strategies that did not fit; infinite if there are none."""
+        return self._needed_bytes.get(step_problem, math.inf)
 
     def baseline(self, step: Step, time_limit_s: float) -> Baseline:
         """Looks for better plans of a step without extra recomputation, among its fastest strategies without a cap."""

@@ -227,9 +227,9 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     monkeypatch.setattr(MeshProblem, "fitting", fitting)
     options = Options(cap_bytes, offload="never", microbatches=1)
     best = driver.find(traced(True), CLUSTER, options, tried.append)
-    first, second = [line for line in tried if line.startswith("recomputing")][:2]
-    assert first.endswith("mesh 8")
-    assert second == first.replace("mesh 8", "mesh 2x4")
+    meshes = [line.split()[-1] for line in tried if line.startswith("recomputing")]
+    assert meshes[0] == "8"
+    assert "2x4" in meshes
     assert best.plan.decisions.mesh == {"data": 2, "model": 4}
     assert num_recomputed(best)
 
@@ -317,7 +317,7 @@ def test_other_meshes_are_estimated_where_the_fastest_one_does_not_do(monkeypatc
     monkeypatch.setattr(MeshProblem, "fitting", fitting)
     cap_bytes = int(0.94 * found(False, None).plan.estimates.peak_bytes)
     best = driver.find(traced(False), CLUSTER, Options(cap_bytes, offload="never", microbatches=1))
-    assert shapes == estimated
+    assert list(dict.fromkeys(shapes)) == estimated
     assert best.on_mesh.shape == estimated[-1]
 
 
