@@ -14,8 +14,10 @@ def memory(stages: Sequence[StageProof]) -> list[str]:
         predicted = format_bytes(stage.predicted.peak_bytes)
         compiled, cap = format_bytes(stage.compiled.peak_bytes), format_bytes(stage.cap_bytes)
         rows.append((f"  stage {n}", predicted, compiled, cap, stage.peak_at))
-        if any(on_host := (stage.predicted.host_bytes, stage.compiled.host_bytes)):
-            rows.append((f"  stage {n}", *map(format_bytes, (*on_host, stage.host_cap_bytes)), "its host"))
+        if stage.predicted.host_bytes or stage.compiled.host_bytes:
+            predicted = format_bytes(stage.predicted.host_bytes)
+            compiled, cap = format_bytes(stage.compiled.host_bytes), format_bytes(stage.host_cap_bytes)
+            rows.append((f"  stage {n}", predicted, compiled, cap, "its host"))
     return numbers_right(rows)
 
 
