@@ -351,7 +351,8 @@ def eject(
     hardware = planning.hardware(given, place)
     compiler = Compiler(judge.target_config_text(own["target_config"]), own["timeout_s"])
     with narrated(step_name(step), "tracing", own["progress"]) as tell:
-        found = lowerings.applied(_traced(call, hardware, own["state"]), given, place)
+        traced = _traced(call, hardware, own["state"])
+        found = lowerings.applied(traced, given, place)
         program = lowerings.of(found).whole(found)
         if isinstance(found, Pipeline) and own["only"] is not None:
             return Ejected(stage_shardings_file(found, _names(call)), SHARDINGS)
@@ -364,7 +365,7 @@ def eject(
         ejection = Ejection(found, program, own_step, own_args, _names(call), hardware.groups[0])
         if own["only"] is not None:
             return ejection.shardings()
-        if call.apart is not None and (reason := fault(call, abstract_args, found.step)):
+        if call.apart is not None and (reason := fault(call, abstract_args, traced)):
             raise InputError(
                 f"{step_name(step)} takes NNX objects in a way that nnx.split and nnx.update do not carry: {reason}. Make "
                 'it a function of states: nnx.split outside and nnx.merge inside. Or eject its shardings: only="shardings"'

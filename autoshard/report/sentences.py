@@ -105,9 +105,11 @@ def _fullest(plan: PlanValues) -> str:
     worker = next(w for w in range(len(simulation.workers)) if n in simulation.schedule.stages_of(w))
     state, residuals, workspace = map(max, held(plan, simulation, worker))
     working = f", and {format_bytes(workspace)} while a task runs" if workspace else ""
+    is_more = stages[n].peak_bytes > state + residuals + workspace
+    rest = " The rest are values that wait for a reader, or the update." * is_more
     return (
         f"Worker {worker} holds most: {format_bytes(stages[n].peak_bytes)} a device. Its state takes {format_bytes(state)}, "
-        f"the residuals of microbatches in flight at most {format_bytes(residuals)}{working}."
+        f"the residuals of microbatches in flight at most {format_bytes(residuals)}{working}.{rest}"
     )
 
 

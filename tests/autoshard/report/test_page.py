@@ -10,6 +10,8 @@ import pytest
 
 from autoshard import cli
 from autoshard.report.argument_tree import Node, tree
+from autoshard.report.worker_memory import held
+from autoshard.search.pipeline.timeline import simulated
 from autoshard.search.plan.plan import Candidate, Plan
 from autoshard.search.plan.profile import OpTime
 from tests.autoshard.report.plans import ARGUMENTS, COLLECTIVES, OPS, one_program, pipeline, profile
@@ -277,3 +279,18 @@ def test_the_command_writes_the_page_of_the_file(tmp_path, capsys):
         cli.main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "nowhere" / "plan.html")]) == 2
     )
     assert cli.main(["report", str(tmp_path / "none.json"), "-o", str(page)]) == 2
+
+
+def test_workers_under_1f1b_hold_as_many_microbatches_as_are_in_flight():
+    """Worker n of four holds 4 - n of them, each with 1 MiB of residuals, besides 1 GiB of state."""
+    plan = pipeline(microbatches=8, stages=4)
+    simulation = simulated(plan)
+    stacks = [held(plan, simulation, worker) for worker in range(4)]
+    assert [[max(slices) / 2**20 for slices in stack] for stack in stacks] == [
+        [1024, 4 - n, 0] for n in range(4)
+    ]
+    state, residuals, _ = stacks[0]
+    assert set(state) == {2.0**30}
+    assert residuals[0] == 2**20
+    assert sorted(residuals[:5]) == [*residuals[:5]]
+    assert "Worker 0 holds most: 2 GiB a device. Its state takes 1 GiB" in Read(plan.report()).text
