@@ -194,7 +194,7 @@ class Estimates:
         self.all_bytes = sum(part.all_bytes for part in self.parts)
         self.plain_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
-        self.too_little_bytes = -math.inf
+        self.too_little_bytes, self.may_be_cut = -math.inf, False
 
     def _light(self, free: FreeSolution) -> FreeSolution:
         """The same, or where it does not fit strategies that hold less."""
@@ -205,8 +205,14 @@ class Estimates:
 
     @cached_property
     def _choices(self) -> list[Choice]:
-        """From nothing recomputed to all."""
-        return trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
+        """From nothing recomputed to all; where that saves too little, loops may be cut into segments besides."""
+        found = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
+        wanted_bytes = self.missing_bytes + SPARE * self.limit_bytes
+        if self.missing_bytes > 0 and self._saved_bytes(found[-1]) < wanted_bytes:
+            self.may_be_cut = any(part.cut for part in self.parts)
+        if self.may_be_cut:
+            found = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
+        return found
 
     def next_to_nothing(self) -> Iterator[Candidate]:
         """What saves enough where all is sharded as without a cap, and is computed again in less time than such sharding is
@@ -275,7 +281,8 @@ class Estimates:
 
     def _chosen(self, low: float, high: float, share: float) -> Choice:
         """What to recompute at some prices."""
-        sites = frozenset[Site]().union(*(p.recomputed(p.prices(low, high, share)) for p in self.parts))
+        chosen = (p.recomputed(p.prices(low, high, share), self.may_be_cut) for p in self.parts)
+        sites = frozenset[Site]().union(*chosen)
         kept_bytes = sum(part.kept_bytes(sites) for part in self.parts)
         return Choice(high, sites, sum(part.seconds(sites) for part in self.parts), kept_bytes)
 

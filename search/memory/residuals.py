@@ -17,7 +17,7 @@ strategies.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,8 +27,10 @@ from autoshard.cost_model.compute import kernel_s
 from autoshard.search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step, walk
 from autoshard.search.ir.sharding import Place
 from autoshard.search.memory.loop_pairs import loop_pairs
+from autoshard.search.memory.loop_segments import Lengths, cut_loop, obstacle, segments_site
 from autoshard.search.memory.min_cut import Recomputation, cheapest
 from autoshard.search.memory.passes import Passes
+from autoshard.search.memory.segment_lengths import LoopCut
 from autoshard.search.memory.segments import segments
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import BARRIER
@@ -46,6 +48,7 @@ class Residuals:
       is_stored: of each op: whether it makes an array, or is computed on the fly.
       blocks: of each op: its block, and the number of blocks that this one represents.
       is_loop: whether this is a loop's body, whose iterations are all alike.
+      cut: of a loop that may be cut into segments.
     """
 
     problem: Recomputation
@@ -53,6 +56,7 @@ class Residuals:
     is_stored: tuple[bool, ...]
     blocks: tuple[tuple[int, int], ...]
     is_loop: bool
+    cut: LoopCut | None = None
 
     def prices(self, low: float, high: float, share: float) -> np.ndarray:
         """[values]: the high price for all values of a loop, and for those that a share of the ops makes; the low price for
@@ -73,8 +77,36 @@ class Residuals:
                 left -= size
         return np.array([block in chosen for block, _ in self.blocks], bool)
 
-    def recomputed(self, price_s_per_byte: float | np.ndarray) -> frozenset[Site]:
-        """The sites to recompute at a price per kept byte.
+    def recomputed(self, price_s_per_byte: float | np.ndarray, may_be_cut: bool = False) -> frozenset[Site]:
+        """The sites to recompute at a price per kept byte; among them that of a cut into segments, if the loop may be cut
+        and is cheapest so."""
+        found = self._recomputed(price_s_per_byte)
+        price = float(np.max(price_s_per_byte, initial=0.0))
+        for sites in self._in_segments(price) if may_be_cut else ():
+            if self._cost_s(sites, price) >= self._cost_s(found, price):
+                break
+            found = sites
+        return found
+
+    def _cost_s(self, sites: frozenset[Site], price_s_per_byte: float) -> float:
+        return self.seconds(sites) + price_s_per_byte * self.kept_bytes(sites)
+
+    def _in_segments(self, price_s_per_byte: float) -> Iterator[frozenset[Site]]:
+        """The sites to recompute with the loop cut, by one level, by two, and so on. Segments hold the residuals of few
+        iterations at a time, so that less is recomputed inside of an iteration."""
+        cut, before = self.cut, -1
+        if cut is None:
+            return
+        every_bytes = self.all_bytes / cut.length
+        while len(lengths := cut.shortest(before + 2, every_bytes)) > before + 1:
+            before += 1
+            share = (lengths[-1] + cut.length % lengths[0]) / cut.length
+            sites = self._recomputed(price_s_per_byte * share)
+            lengths = cut.shortest(before + 1, self._kept_bytes(sites) / cut.length)
+            yield sites | {segments_site(cut.loop, lengths)} if lengths else sites
+
+    def _recomputed(self, price_s_per_byte: float | np.ndarray) -> frozenset[Site]:
+        """The ops to recompute at a price per kept byte.
 
         An op that is computed on the fly is listed in two cases only: it reads a listed op, or a listed op reads it. In the
         second case its result would otherwise become an array on the way.
@@ -95,7 +127,19 @@ class Residuals:
 
     def kept_bytes(self, sites: frozenset[Site]) -> float:
         """Bytes kept for the backward phase if these sites are recomputed."""
+        kept_bytes = self._kept_bytes(sites)
+        if self.cut and (lengths := self._lengths(sites)):
+            return self.cut.held_bytes(lengths, kept_bytes / self.cut.length)
+        return kept_bytes
+
+    def _kept_bytes(self, sites: frozenset[Site]) -> float:
+        """Bytes of all residuals that are not recomputed one by one."""
         return float(sum(self.problem.num_bytes[v] for v in self._kept(sites)))
+
+    def _lengths(self, sites: frozenset[Site]) -> Lengths:
+        """The lengths of the segments into which the loop is cut."""
+        cuts = map(cut_loop, sites)
+        return next((lengths for loop, lengths in cuts if self.cut and lengths and loop == self.cut.loop), ())
 
     def _kept(self, sites: frozenset[Site]) -> set[int]:
         if sites not in self._known:
@@ -162,6 +206,8 @@ class Residuals:
         """Seconds to recompute these sites, and to keep the remaining residuals."""
         again_s = sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites)
         keep_s = np.broadcast_to(self.problem.keep_s, len(self.problem.maker))
+        if self.cut:
+            again_s += len(self._lengths(sites)) * self.cut.again_s
         return float(again_s + sum(keep_s[v] for v in self._kept(sites)))
 
 
@@ -244,7 +290,7 @@ class _Ledger:
         self.num_bytes += [num_bytes for _, num_bytes, _ in results]
         self.keep_s += [keep_s if is_stored else 0.0 for _, _, keep_s in results]
 
-    def residuals(self, needed: set[int], is_loop: bool) -> Residuals:
+    def residuals(self, needed: set[int], is_loop: bool, cut: LoopCut | None = None) -> Residuals:
         """The problem for a backward phase that reads these values."""
         problem = Recomputation(
             np.array(self.op_s),
@@ -254,7 +300,7 @@ class _Ledger:
             sorted(self.number[v] for v in needed if v in self.number),
             np.array(self.keep_s),
         )
-        return Residuals(problem, tuple(self.sites), tuple(self.is_stored), tuple(self.blocks), is_loop)
+        return Residuals(problem, tuple(self.sites), tuple(self.is_stored), tuple(self.blocks), is_loop, cut)
 
 
 class _Reader:
@@ -317,7 +363,32 @@ class _Reader:
                 for v, size in zip(arrays, sizes, strict=True)
             ]
             ledger.add(site, seconds, op.operands, op.outputs, sizes, keep_s)
-        return ledger.residuals({y for y, out in stack_of.items() if out in read}, is_loop=True)
+        needed = {y for y, out in stack_of.items() if out in read}
+        return ledger.residuals(needed, is_loop=True, cut=self._cut(path, graph, f))
+
+    def _cut(self, path: Site, graph: Graph, f: int) -> LoopCut | None:
+        """A loop that may be cut into segments; None if it may not be."""
+        if obstacle(graph, f):
+            return None
+        loop, inner = graph.ops[f], (*path, f, "jaxpr", 0)
+        num_consts, num_carry = loop.loop_counts
+        arrays = (self._stored_at(("input", inner, n)) for n in range(num_consts, num_consts + num_carry))
+        carry_bytes = sum(self._held_bytes(v) for v in arrays if v is not None)
+        seconds = (self._seconds.get((*inner, i), 0.0) for i in range(len(loop.bodies["jaxpr"][0].ops)))
+        entering_bytes = self._entering_bytes(path, graph, f)
+        return LoopCut((*path, f), int(loop.params["length"]), carry_bytes, entering_bytes, sum(seconds))
+
+    def _entering_bytes(self, path: Site, graph: Graph, f: int) -> float:
+        """Bytes of values of the forward phase that a loop reads and the backward phase does not."""
+        num_consts, num_carry = graph.ops[f].loop_counts
+        entering = [*graph.ops[f].inputs[:num_consts], *graph.ops[f].inputs[num_consts + num_carry :]]
+        read = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
+        place = {
+            v: ("result", (*path, i), r) for i, op in enumerate(graph.ops) for r, v in enumerate(op.outputs)
+        }
+        alone = {v for v in entering if isinstance(v, int) and v in place and v not in read}
+        arrays = (self._stored_at(place[v]) for v in sorted(alone))
+        return sum(self._held_bytes(v) for v in arrays if v is not None)
 
     @cached_property
     def _passes(self) -> Passes:

@@ -13,11 +13,13 @@ from itertools import groupby
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.graph import Graph, Phase, Site, walk
+from autoshard.search.memory.loop_segments import Lengths, check_segments, cut_loop, segments_site
 from autoshard.search.plan.names import scoped_name, unique
 from autoshard.search.problem.folding import FoldedProgram
 
 _SOME = re.compile(r"(?:remat|offload) (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*) of (\d+)")
 
+_IN_SEGMENTS = re.compile(r"(remat(?: [\d, -]+ of \d+)?) in segments of (\d+(?:, \d+)*)")
 
 _NO_RESULTS = ("input", "output", "enter", "slice")
 """Boundaries that stand for no result of an op."""
@@ -39,13 +41,18 @@ class RetentionCodec:
         return {name: tuple(here) for name, here in self._numbers.items()}
 
     @cached_property
+    def _graphs(self) -> dict[Site, Graph]:
+        """By path, the graphs of the step."""
+        return dict(walk(self._folded.program.step.graph))
+
+    @cached_property
     def _numbers(self) -> dict[str, dict[Site, range]]:
         """By name and site: which of the class's ops it is, or stands for."""
         seen: dict[str, int] = {}
         known: set[Site] = set()
         found: dict[str, dict[Site, range]] = {}
         program = self._folded.program
-        graphs: dict[Site, Graph] = dict(walk(program.step.graph))
+        graphs = self._graphs
         for members in self._folded.members:
             standing = [program.ops[i] for i in members if program.ops[i].phase is Phase.FORWARD]
             fresh: dict[Site, int] = {
@@ -64,15 +71,16 @@ class RetentionCodec:
 
     def said(self, sites: Iterable[Site], waiting: Iterable[Site] = ()) -> dict[str, str]:
         """The decisions that recompute some sites, and keep what others make on the host."""
-        asked = {"remat": set(sites), "offload": set(waiting)}
+        asked = _asked(sites, waiting)
         said: dict[str, str] = {}
         for name, here in self._numbers.items():
             count = sum(map(len, here.values()))
-            for how, left in asked.items():
+            for (how, segments), left in asked.items():
                 members = [n for site, numbers in here.items() if site in left for n in numbers]
                 if members:
                     some = f" {_ranges(members)} of {count}" if len(members) < count else ""
-                    said[name] = f"{said[name]}; {how}{some}" if name in said else f"{how}{some}"
+                    one = f"{how}{some}{segments}"
+                    said[name] = f"{said[name]}; {one}" if name in said else one
                     left.difference_update(here)
         assert not any(asked.values()), f"no class has the sites {asked}"
         return said
@@ -91,6 +99,7 @@ class RetentionCodec:
             here = self._numbers[name]
             count = sum(map(len, here.values()))
             for one in text.split("; "):
+                one, lengths = _without_segments(one)
                 how, members = one.split(" ", 1)[0], _members(one, count)
                 may_be = how == "remat" or all(
                     len(site) == 1 for site in here
@@ -101,8 +110,38 @@ class RetentionCodec:
                         f"'offload', or which of them: 'remat 0-{count - 1} of {count}', both with '; ' in between, "
                         "or leave it out to keep all"
                     )
-                found[how].update(_standing_for(members, here))
+                some = set(_standing_for(members, here))
+                found[how].update(
+                    {self._segments(site, lengths, f"{place}: retention {name!r}") for site in some}
+                    if lengths
+                    else some
+                )
         return frozenset(found["remat"]), frozenset(found["offload"])
+
+    def _segments(self, loop: Site, lengths: Lengths, place: str) -> Site:
+        """The site of a loop's cut into segments.
+
+        Raises:
+          PlanError: it cannot be cut so.
+        """
+        check_segments(self._graphs[loop[:-1]], loop[-1], lengths, place)
+        return segments_site(loop, lengths)
+
+
+def _asked(sites: Iterable[Site], waiting: Iterable[Site]) -> dict[tuple[str, str], set[Site]]:
+    """By decision (what is done, in which segments): the ops that it is of."""
+    asked: dict[tuple[str, str], set[Site]] = {("remat", ""): set(), ("offload", ""): set(waiting)}
+    for site in sites:
+        loop, lengths = cut_loop(site)
+        segments = f" in segments of {', '.join(map(str, lengths))}" if lengths else ""
+        asked.setdefault(("remat", segments), set()).add(loop)
+    return dict(sorted(asked.items(), reverse=True))
+
+
+def _without_segments(text: str) -> tuple[str, Lengths]:
+    """A decision without the segments that it names, and their lengths."""
+    match = _IN_SEGMENTS.fullmatch(text)
+    return (match[1], tuple(map(int, match[2].split(", ")))) if match else (text, ())
 
 
 def _in_program_order(repeats: Mapping[Site, int], graph: Graph) -> dict[Site, range]:

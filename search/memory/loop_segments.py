@@ -1,0 +1,249 @@
+"""A loop and its backward loops cut into segments, which recompute their residuals one by one (Chen et al. 2016).
+
+A differentiated loop keeps the residuals of all its iterations:
+
+    for t in steps:            c, r[t] = f(c, x[t])
+    for t in reversed(steps):  g = b(g, r[t])
+
+In segments it becomes a loop of loops. The forward loop keeps the carry with which each segment begins. The backward loop
+runs a segment's iterations forwards once more; their residuals live as long as the segment:
+
+    for s in segments:            start[s] = c;  for t in s: c = f(c, x[t])
+    for s in reversed(segments):  c = start[s];  for t in s: c, r[t] = f(c, x[t]);  for t in reversed(s): g = b(g, r[t])
+
+Both inner loops of the backward phase are such a pair again, and may be cut into segments in turn: each level runs all
+iterations once more, and keeps a root of a higher degree of their number. (REVOLVE, Griewank and Walther 2000, has no such
+levels and needs the fewest steps; `search.memory.segment_lengths` compares.) Iterations that are left over behind whole
+segments make a loop of their own, which keeps its residuals.
+
+The site of a cut is that of its loop, `SEGMENTS`, and the lengths of segments, the longest first.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax.numpy as jnp
+
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.ir.graph import EFFECTFUL, Atom, Graph, Op, Site, Step, Value, walk, without_dead_ops
+from autoshard.search.memory.fission import without_unread_results
+from autoshard.search.memory.loop_pairs import LoopPair, loop_pairs
+from autoshard.search.memory.written import Written
+
+SEGMENTS = "segments"
+"""In a site: behind it come the lengths of segments."""
+
+SCOPE = "segments"
+"""The name scope of reshapes of stacked arrays."""
+
+Lengths = tuple[int, ...]
+"""Of segments, the longest first: each level's divide those of the level before."""
+
+
+def segments_site(loop: Site, lengths: Lengths) -> Site:
+    """The site of a loop's cut into segments."""
+    return (*loop, SEGMENTS, lengths)
+
+
+def cut_loop(site: Site) -> tuple[Site, Lengths]:
+    """The loop of a cut's site, and the lengths of its segments; another op's site, and no lengths."""
+    return (site[:-2], site[-1]) if len(site) > 2 and site[-2] == SEGMENTS else (site, ())
+
+
+def segment_lengths_at(sites: Iterable[Site], path: Site) -> dict[int, Lengths]:
+    """The cuts of loops of one graph, by op index."""
+    cuts = map(cut_loop, sites)
+    return {loop[-1]: lengths for loop, lengths in cuts if lengths and loop[:-1] == path}
+
+
+def obstacle(graph: Graph, f: int) -> str:
+    """The reason why a loop of a graph cannot be cut into segments; nothing if it can."""
+    pairs, op = loop_pairs(graph), graph.ops[f]
+    if f not in pairs:
+        return "no backward loop reads what it stacks up"
+    effects = [o for path, body in walk(op.bodies["jaxpr"][0]) for o in body.ops if o.name in EFFECTFUL]
+    if effects:
+        return f"its body has effects ({effects[0].name} {effects[0].where}), which must not happen twice"
+    if any(not set(pairs[f]).isdisjoint(backward) for other, backward in pairs.items() if other != f):
+        return "its backward loop reads what another loop stacks up"
+    return ""
+
+
+def uncut_loops(step: Step) -> Iterator[str]:
+    """A sentence for each loop whose residuals are stacked up, but which cannot be cut into segments."""
+    for _, graph in walk(step.graph):
+        for f in loop_pairs(graph):
+            if reason := obstacle(graph, f):
+                yield f"The loop {graph.ops[f].where} is not cut into segments: {reason}."
+
+
+def check_segments(graph: Graph, f: int, lengths: Lengths, place: str) -> None:
+    """Checks that a loop can be cut into such segments.
+
+    Raises:
+      PlanError: it cannot be; says why.
+    """
+    if reason := obstacle(graph, f):
+        raise PlanError(f"{place} cannot be cut into segments: {reason}. Leave out 'in segments of'")
+    whole = (int(graph.ops[f].params["length"]), *lengths)
+    if not all(0 < shorter < longer for longer, shorter in pairwise(whole)):
+        raise PlanError(
+            f"{place}: wanted lengths of segments that fall from below its {whole[0]} iterations, got {lengths}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A loop to cut into segments.
+
+    Attributes:
+      forward: the op index of the forward loop.
+      backward: those of the loops that read its stacks, and those of no other loop.
+      lengths: of segments, the longest first.
+    """
+
+    forward: int
+    backward: tuple[int, ...]
+    lengths: Lengths
+
+
+def in_segments(graph: Graph, cuts: Sequence[Cut]) -> Graph:
+    """The graph with loops cut into segments whose residuals are recomputed."""
+    for cut in sorted(cuts, key=lambda cut: -cut.forward):
+        graph = _Cutting(graph, cut).run()
+    return without_unread_results(without_dead_ops(graph)) if cuts else graph
+
+
+class _Cutting:
+    """One forward loop and its backward loops.
+
+    Attributes:
+      parts: by stacked array, its whole segments and the iterations left over.
+      places: by loop, where its segments stand in the new graph.
+    """
+
+    def __init__(self, graph: Graph, cut: Cut) -> None:
+        self.graph, self.cut = graph, cut
+        self.written = Written(graph.values, SCOPE)
+        self.length, *self.inner_lengths = cut.lengths
+        self.parts: dict[Atom, tuple[int, ...]] = {}
+        self.places: dict[int, int] = {}
+
+    def run(self) -> Graph:
+        for i, op in enumerate(self.graph.ops):
+            if i in (self.cut.forward, *self.cut.backward):
+                self.places[i] = self._cut(op)
+            else:
+                self.written.ops.append(op)
+        for b in self.cut.backward:
+            self._recompute(self.places[self.cut.forward], self.places[b])
+        return replace(self.graph, values=tuple(self.written.values), ops=tuple(self.written.ops))
+
+    def _recompute(self, f: int, b: int) -> None:
+        """Lets the segments of a backward loop recompute those of the forward loop."""
+        ops = self.written.ops
+        pair = LoopPair(ops[f], ops[b], lambda i: True, self.written.new, lambda atom: atom)
+        ops[f], ops[b] = pair.run()
+        if self.inner_lengths:
+            ops[b] = _cut_again(ops[b], tuple(self.inner_lengths))
+
+    def _cut(self, op: Op) -> int:
+        """Appends a loop over whole segments and one over the iterations left over; returns the place of the first one."""
+        num_consts, num_carry = op.loop_counts
+        lengths = self._lengths(op)
+        carried, stacks = op.inputs[num_consts:][:num_carry], op.inputs[num_consts + num_carry :]
+        xs = [self._parts_of(a, op) for a in stacks]
+        ys = [self._new_parts(value, lengths) for value in op.result_values[num_carry:]]
+        order = sorted(range(len(lengths)), reverse=bool(op.params["reverse"]))
+        place = 0
+        for n in order:
+            outputs = (
+                op.outputs[:num_carry] if n == order[-1] else tuple(map(self._like, op.outputs[:num_carry]))
+            )
+            part = self._part(op, lengths[n], carried, [x[n] for x in xs], (*outputs, *(y[n] for y in ys)))
+            place = place if n else len(self.written.ops)
+            self.written.ops.append(part if n else _of_segments(part, self.length))
+            carried = outputs
+        for out, parts in zip(op.outputs[num_carry:], ys, strict=True):
+            self.parts[out] = parts
+            self.written.write(_joined, parts, op, out)
+        return place
+
+    def _lengths(self, op: Op) -> tuple[int, ...]:
+        """The iterations in whole segments, and those left over if there are any."""
+        left = int(op.params["length"]) % self.length
+        return (int(op.params["length"]) - left, *[left] * (left > 0))
+
+    def _part(
+        self, op: Op, length: int, carried: Sequence[Atom], xs: Sequence[int], outputs: tuple[int, ...]
+    ) -> Op:
+        """A loop over some of the iterations."""
+        consts = op.inputs[: op.loop_counts[0]]
+        params = {**op.params, "length": length, "unroll": min(int(op.params["unroll"]), length)}
+        results = tuple(self.written.values[v] for v in outputs)
+        return replace(
+            op, params=params, inputs=(*consts, *carried, *xs), outputs=outputs, result_values=results
+        )
+
+    def _like(self, v: int) -> int:
+        return self.written.new(self.graph.values[v])
+
+    def _new_parts(self, value: Value, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        """New values for the parts of a stack that a loop makes."""
+        shapes = [(lengths[0] // self.length, self.length), *((n,) for n in lengths[1:])]
+        return tuple(self.written.new(replace(value, shape=(*s, *value.shape[1:]))) for s in shapes)
+
+    def _parts_of(self, stack: Atom, like: Op) -> tuple[int, ...]:
+        """The parts of a stacked operand."""
+        if stack not in self.parts:
+            assert isinstance(stack, int), "a literal is no stack"
+            parted = partial(_parted, self.length, self._lengths(like))
+            parts = self.written.write_all(parted, (stack,), like)
+            self.parts[stack] = tuple(v for v in parts if isinstance(v, int))
+        return self.parts[stack]
+
+
+def _of_segments(op: Op, length: int) -> Op:
+    """A loop over segments, each a loop over iterations, from a loop over all; its stacks have the dims of both already."""
+    (body,), (num_consts, num_carry) = op.bodies["jaxpr"], op.loop_counts
+    within = num_consts + num_carry
+    read = [body.values[v] for v in body.inputs]
+    made = [body.value(a) for a in body.outputs]
+    read[within:] = [_stacked(length, value) for value in read[within:]]
+    made[num_carry:] = [_stacked(length, value) for value in made[num_carry:]]
+    inputs, outputs = range(len(read)), range(len(read), len(read) + len(made))
+    segment = replace(
+        op,
+        params={**op.params, "length": length, "unroll": min(int(op.params["unroll"]), length)},
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        result_values=tuple(made),
+    )
+    outer = Graph((*read, *made), tuple(inputs), (), (segment,), tuple(outputs))
+    params = {**op.params, "length": int(op.params["length"]) // length, "unroll": 1}
+    return replace(op, params=params, bodies={"jaxpr": (outer,)})
+
+
+def _stacked(length: int, value: Value) -> Value:
+    return replace(value, shape=(length, *value.shape))
+
+
+def _cut_again(backward: Op, lengths: Lengths) -> Op:
+    """A backward loop over segments whose segments are cut in turn."""
+    (body,) = backward.bodies["jaxpr"]
+    again, last = (i for i, op in enumerate(body.ops) if op.name == "scan")
+    return replace(backward, bodies={"jaxpr": (in_segments(body, [Cut(again, (last,), lengths)]),)})
+
+
+def _parted(length: int, lengths: tuple[int, ...], stack: Any) -> tuple[Any, ...]:
+    """A stack's whole segments, and what is left over."""
+    whole, *left = jnp.split(stack, [lengths[0]]) if len(lengths) > 1 else (stack,)
+    return jnp.reshape(whole, (-1, length, *stack.shape[1:])), *left
+
+
+def _joined(segments: Any, *left: Any) -> Any:
+    """A stack from its parts."""
+    return jnp.concatenate((jnp.reshape(segments, (-1, *segments.shape[2:])), *left))
