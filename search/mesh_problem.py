@@ -19,6 +19,7 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.search.device.prediction import Prediction, predict
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.ir.spec import Spec, from_partition_spec
+from autoshard.search.memory.loop_offload import in_loops, loops_offloaded
 from autoshard.search.memory.offload import Offloaded, offloaded
 from autoshard.search.memory.recompute import recomputed
 from autoshard.search.plan.decisions import DecisionCodec, allowed_by_pins
@@ -185,8 +186,10 @@ class StepProblem:
           like: of the step that stands for it: it is folded as that.
           as_run: the flat program as it is run, where that is not as one.
         """
-        residuals = frozenset(v for (i,) in waiting for v in step.graph.ops[i].outputs)
-        rewritten = offloaded(recomputed(step, sites), hosted, residuals)
+        stacked = in_loops(step.graph, waiting)
+        residuals = frozenset(v for (i,) in waiting - stacked for v in step.graph.ops[i].outputs)
+        again = loops_offloaded(recomputed(step, sites), step.graph, stacked)
+        rewritten = offloaded(again, hosted, residuals)
         program = as_run(flatten(rewritten.step))
         folded = fold(program, marks) if like is None else folded_like(program, like)
         folded = separate(folded, decided) if decided else folded

@@ -28,6 +28,7 @@ import numpy as np
 
 from autoshard.search.ir.graph import Site
 from autoshard.search.memory.fetches import WINDOW
+from autoshard.search.memory.loop_offload import may_leave_loop
 from autoshard.search.memory.residuals import residuals
 from autoshard.search.memory.trade_offs import Choice, trade_offs
 from autoshard.search.mesh_problem import (
@@ -301,9 +302,9 @@ class Estimates:
         missing_bytes, worth = self.missing_bytes - saved_bytes, self._worth_waiting(sites)
         if missing_bytes <= 0 or not worth:
             return
-        missing_bytes += WINDOW * max(num_bytes for _, num_bytes in worth)
+        missing_bytes += WINDOW * max(copied_bytes for _, _, copied_bytes in worth)
         waiting, moved_bytes = set[Site](), 0.0
-        for site, num_bytes in worth:
+        for site, num_bytes, _ in worth:
             if moved_bytes < missing_bytes:
                 waiting.add(site)
                 moved_bytes += num_bytes
@@ -316,16 +317,18 @@ class Estimates:
         fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
         yield Candidate(self.free, again, fits_s, recompute_s, saved_bytes + moved_bytes, frozenset(waiting))
 
-    def _worth_waiting(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
-        """What may wait of what is kept, with its bytes: first what nothing is computed from on the fly, of that what is
-        made first, as it waits longest."""
+    def _worth_waiting(self, sites: frozenset[Site]) -> list[tuple[Site, float, float]]:
+        """What may wait of what is kept, with its bytes and those of one copy: first what nothing is computed from on the
+        fly, of that what is made first, as it waits longest."""
+        graph = self.on_mesh.memory.costed.graph.folded.program.step.graph
         found = [
-            (part.is_read_as_it_is(site), site, num_bytes)
+            (part.is_read_as_it_is(site), site, num_bytes, num_bytes / part.length)
             for part in self.parts
-            for site, num_bytes in part.kept(sites)
-            if not part.is_loop and len(site) == 1 and num_bytes >= LEAST_WAITING_BYTES
+            for site, num_bytes in (part.kept(sites) if part.may_wait(sites) else ())
+            if num_bytes / part.length >= LEAST_WAITING_BYTES
+            and (may_leave_loop(graph, site) if part.is_loop else len(site) == 1)
         ]
-        return [(site, num_bytes) for _, site, num_bytes in sorted(found, key=lambda one: not one[0])]
+        return [one[1:] for one in sorted(found, key=lambda one: not one[0])]
 
     def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
         """What the plain step takes under the cap and what is saved; infinite where nothing fits even so, or did under a

@@ -443,6 +443,8 @@ class _Lowering:
     def _kernel(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
         moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
         time = self.times.of_op(i, moved) * self.program.ops[i].count
+        if self.program.ops[i].name == "stack":
+            time = replace(time, seconds=self._stacking_s(i))
         loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
         nest, root = self._nest(i) if makes else (None, None)
         sliced = self._sliced(i) if workspaces else ()
@@ -450,6 +452,12 @@ class _Lowering:
         return self._append(
             Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, root, sliced, copies)
         )
+
+    def _stacking_s(self, i: int) -> float:
+        """Seconds to write the slices of a stack, one in each iteration."""
+        op = self.program.ops[i]
+        sliced = sum(self.paths.local_bytes(v, self.paths.made(v)) for v in op.operands)
+        return self.times.of_moving(2 * sliced).seconds * op.count
 
     def _turned(self, i: int, reads: tuple[int, ...]) -> Iterator[TurnedCopy]:
         for operand, v in enumerate(self.program.ops[i].operands):

@@ -44,11 +44,12 @@ class Residuals:
 
     Attributes:
       problem: its ops and values.
-      sites: the site of each op; None for a carry, and for an op that holds both phases.
+      sites: the site of each op, a loop's for its carries; None for an op that holds both phases.
       is_stored: of each op: whether it makes an array, or is computed on the fly.
       blocks: of each op: its block, and the number of blocks that this one represents.
       is_loop: whether this is a loop's body, whose iterations are all alike.
       cut: of a loop that may be cut into segments.
+      length: the number of iterations of a loop.
     """
 
     problem: Recomputation
@@ -57,6 +58,7 @@ class Residuals:
     blocks: tuple[tuple[int, int], ...]
     is_loop: bool
     cut: LoopCut | None = None
+    length: int = 1
 
     def prices(self, low: float, high: float, share: float) -> np.ndarray:
         """[values]: the high price for all values of a loop, and for those that a share of the ops makes; the low price for
@@ -175,6 +177,11 @@ class Residuals:
                 found[site] = found.get(site, 0.0) + float(self.problem.num_bytes[v])
         return list(found.items())
 
+    def may_wait(self, sites: frozenset[Site]) -> bool:
+        """True if what is kept may wait on the host: outside of loops, or as stacks of a loop that is not cut into
+        segments."""
+        return not self._lengths(sites)
+
     def is_read_as_it_is(self, site: Site) -> bool:
         """True if no value is computed on the fly from an op's results."""
         return site not in self._read_on_the_fly
@@ -290,7 +297,9 @@ class _Ledger:
         self.num_bytes += [num_bytes for _, num_bytes, _ in results]
         self.keep_s += [keep_s if is_stored else 0.0 for _, _, keep_s in results]
 
-    def residuals(self, needed: set[int], is_loop: bool, cut: LoopCut | None = None) -> Residuals:
+    def residuals(
+        self, needed: set[int], is_loop: bool, cut: LoopCut | None = None, length: int = 1
+    ) -> Residuals:
         """The problem for a backward phase that reads these values."""
         problem = Recomputation(
             np.array(self.op_s),
@@ -300,7 +309,8 @@ class _Ledger:
             sorted(self.number[v] for v in needed if v in self.number),
             np.array(self.keep_s),
         )
-        return Residuals(problem, tuple(self.sites), tuple(self.is_stored), tuple(self.blocks), is_loop, cut)
+        places = tuple(self.sites), tuple(self.is_stored), tuple(self.blocks)
+        return Residuals(problem, *places, is_loop, cut, length)
 
 
 class _Reader:
@@ -350,7 +360,7 @@ class _Reader:
             return 0.0 if stack_of.get(v) in others else stacked_bytes
 
         for n, v in enumerate(body.inputs[num_consts : num_consts + num_carry], num_consts):
-            ledger.add(None, np.inf, (), (v,), [num_bytes(v, "input", inner, n)])
+            ledger.add((*path, f), np.inf, (), (v,), [num_bytes(v, "input", inner, n)])
         for i, op in enumerate(body.ops):
             site = (*inner, i)
             seconds = np.inf if _must_stay(op) else self._seconds.get(site, 0.0)
@@ -364,7 +374,7 @@ class _Reader:
             ]
             ledger.add(site, seconds, op.operands, op.outputs, sizes, keep_s)
         needed = {y for y, out in stack_of.items() if out in read}
-        return ledger.residuals(needed, is_loop=True, cut=self._cut(path, graph, f))
+        return ledger.residuals(needed, is_loop=True, cut=self._cut(path, graph, f), length=length)
 
     def _cut(self, path: Site, graph: Graph, f: int) -> LoopCut | None:
         """A loop that may be cut into segments; None if it may not be."""

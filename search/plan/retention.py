@@ -13,6 +13,7 @@ from itertools import groupby
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.graph import Graph, Phase, Site, walk
+from autoshard.search.memory.loop_offload import may_leave_loop
 from autoshard.search.memory.loop_segments import Lengths, check_segments, cut_loop, segments_site
 from autoshard.search.plan.names import scoped_name, unique
 from autoshard.search.problem.folding import FoldedProgram
@@ -101,14 +102,13 @@ class RetentionCodec:
             for one in text.split("; "):
                 one, lengths = _without_segments(one)
                 how, members = one.split(" ", 1)[0], _members(one, count)
-                may_be = how == "remat" or all(
-                    len(site) == 1 for site in here
-                )  # in a loop nothing is taken out of it
+                graph = self._graphs[()]
+                may_be = how == "remat" or all(len(site) == 1 or may_leave_loop(graph, site) for site in here)
                 if members is None or not may_be:
                     raise PlanError(
-                        f"{place}: retention {name!r} cannot be {text!r}. Say 'remat' or, of what is made outside of loops, "
-                        f"'offload', or which of them: 'remat 0-{count - 1} of {count}', both with '; ' in between, "
-                        "or leave it out to keep all"
+                        f"{place}: retention {name!r} cannot be {text!r}. Say 'remat' or, of what no loop makes or a loop "
+                        f"stacks up, 'offload', or which of them: 'remat 0-{count - 1} of {count}', both with '; ', or "
+                        "leave it out to keep all"
                     )
                 some = set(_standing_for(members, here))
                 found[how].update(
