@@ -208,12 +208,17 @@ class Estimates:
     def _choices(self) -> list[Choice]:
         """From nothing recomputed to all; where that saves too little, loops may be cut into segments besides."""
         found = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
-        wanted_bytes = self.missing_bytes + SPARE * self.limit_bytes
-        if self.missing_bytes > 0 and self._saved_bytes(found[-1]) < wanted_bytes:
-            self.may_be_cut = any(part.cut for part in self.parts)
-        if self.may_be_cut:
+        if self._saves_too_little(found[-1]) and any(part.cut for part in self.parts):
+            self.may_be_cut = True
             found = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
         return found
+
+    def _saves_too_little(self, most: Choice) -> bool:
+        """True if what saves most saves less than is missing, or hardly more. Stacks may rest in smaller shards than they
+        are made in: of all that is held, no more is saved than the choice's share."""
+        share = min(1.0, self.in_order_bytes / self.all_bytes) if self.all_bytes else 0.0
+        wanted_bytes = self.missing_bytes + SPARE * self.limit_bytes
+        return self.missing_bytes > 0 and share * self._saved_bytes(most) < wanted_bytes
 
     def next_to_nothing(self) -> Iterator[Candidate]:
         """What saves enough where all is sharded as without a cap, and is computed again in less time than such sharding is

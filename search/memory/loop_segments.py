@@ -19,7 +19,7 @@ segments make a loop of their own, which keeps its residuals.
 The site of a cut is that of its loop, `SEGMENTS`, and the lengths of segments, the longest first.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -32,6 +32,7 @@ from autoshard.search.ir.graph import EFFECTFUL, Atom, Graph, Op, Site, Step, Va
 from autoshard.search.memory.fission import without_unread_results
 from autoshard.search.memory.loop_pairs import LoopPair, loop_pairs
 from autoshard.search.memory.written import Written
+from autoshard.search.problem.flat_program import only_adding, readers_in
 
 SEGMENTS = "segments"
 """In a site: behind it come the lengths of segments."""
@@ -160,13 +161,18 @@ class _Cutting:
         order = sorted(range(len(lengths)), reverse=bool(op.params["reverse"]))
         place = 0
         for n in order:
-            outputs = (
+            sums = _sums(op) if n != order[0] else frozenset[int]()
+            results = (
                 op.outputs[:num_carry] if n == order[-1] else tuple(map(self._like, op.outputs[:num_carry]))
             )
-            part = self._part(op, lengths[n], carried, [x[n] for x in xs], (*outputs, *(y[n] for y in ys)))
+            outputs = tuple(self._like(v) if c in sums else v for c, v in enumerate(results))
+            inits = _begun(self.written, carried, sums, op)
+            part = self._part(op, lengths[n], inits, [x[n] for x in xs], (*outputs, *(y[n] for y in ys)))
             place = place if n else len(self.written.ops)
             self.written.ops.append(part if n else _of_segments(part, self.length))
-            carried = outputs
+            for c in sums:
+                self.written.write(jnp.add, _values((carried[c], outputs[c])), op, results[c])
+            carried = results
         for out, parts in zip(op.outputs[num_carry:], ys, strict=True):
             self.parts[out] = parts
             self.written.write(_joined, parts, op, out)
@@ -214,17 +220,48 @@ def _of_segments(op: Op, length: int) -> Op:
     made = [body.value(a) for a in body.outputs]
     read[within:] = [_stacked(length, value) for value in read[within:]]
     made[num_carry:] = [_stacked(length, value) for value in made[num_carry:]]
-    inputs, outputs = range(len(read)), range(len(read), len(read) + len(made))
+    written, sums = Written((*read, *made), SCOPE), sorted(_sums(op))
+    inputs, results = range(len(read)), list(range(len(read), len(read) + len(made)))
+    carried = inputs[num_consts:within]
     segment = replace(
         op,
         params={**op.params, "length": length, "unroll": min(int(op.params["unroll"]), length)},
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
+        inputs=(*inputs[:num_consts], *_begun(written, carried, sums, op), *inputs[within:]),
+        outputs=tuple(results),
         result_values=tuple(made),
     )
-    outer = Graph((*read, *made), tuple(inputs), (), (segment,), tuple(outputs))
+    written.ops.append(segment)
+    outputs: list[Atom] = [*results]
+    for c in sums:
+        outputs[c] = written.write(jnp.add, (carried[c], results[c]), op)
+    outer = Graph(tuple(written.values), tuple(inputs), (), tuple(written.ops), tuple(outputs))
     params = {**op.params, "length": int(op.params["length"]) // length, "unroll": 1}
     return replace(op, params=params, bodies={"jaxpr": (outer,)})
+
+
+def _sums(op: Op) -> frozenset[int]:
+    """The carries of a loop that each iteration only adds to, such as gradients of weights. In parts of the loop they begin
+    with zeros, and the parts' sums are added up: terms of a sum over devices then stay apart until the loop's end."""
+    (body,), (num_consts, num_carry) = op.bodies["jaxpr"], op.loop_counts
+    readers = readers_in(body)
+    adding = (c for c in range(num_carry) if only_adding(body, readers, num_consts + c, c))
+    return frozenset(adding)
+
+
+def _begun(written: Written, carried: Sequence[Atom], sums: Collection[int], like: Op) -> list[Atom]:
+    """What a part of a loop begins with: the carries, but zeros for sums."""
+    values = like.result_values
+    return [
+        written.write(partial(_zeros, values[c]), (), like) if c in sums else a for c, a in enumerate(carried)
+    ]
+
+
+def _values(atoms: Iterable[Atom]) -> list[int]:
+    return [a for a in atoms if isinstance(a, int)]
+
+
+def _zeros(value: Value) -> Any:
+    return jnp.zeros(value.shape, value.dtype)
 
 
 def _stacked(length: int, value: Value) -> Value:

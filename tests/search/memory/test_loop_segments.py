@@ -120,3 +120,12 @@ def test_lengths_fall_from_below_the_number_of_iterations(lengths):
     step, loop = traced(64)
     with pytest.raises(PlanError, match="that fall from below its 64 iterations"):
         check_segments(step.graph, loop, lengths, "plan")
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("lengths", "num_loops"), [((), 1), ((8,), 2), ((10,), 3), ((16, 4), 3)], ids=str)
+def test_gradients_of_weights_stay_sums_in_all_loops(lengths, num_loops):
+    """Of two weights: terms of a sum over devices need not be added up in each segment."""
+    step, loop = traced(64)
+    program = flatten(in_segments(step, loop, *lengths) if lengths else step)
+    assert sum(op.is_accumulator for op in program.ops) == 2 * num_loops
