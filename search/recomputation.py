@@ -287,7 +287,7 @@ class Estimates:
 
     def _chosen(self, low: float, high: float, share: float) -> Choice:
         """What to recompute at some prices."""
-        chosen = (p.recomputed(p.prices(low, high, share), self.may_be_cut) for p in self.parts)
+        chosen = (part.chosen(low, high, share, self.may_be_cut) for part in self.parts)
         sites = frozenset[Site]().union(*chosen)
         kept_bytes = sum(part.kept_bytes(sites) for part in self.parts)
         return Choice(high, sites, sum(part.seconds(sites) for part in self.parts), kept_bytes)

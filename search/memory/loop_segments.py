@@ -14,9 +14,9 @@ runs a segment's iterations forwards once more; their residuals live as long as 
 Both inner loops of the backward phase are such a pair again, and may be cut into segments in turn: each level runs all
 iterations once more, and keeps a root of a higher degree of their number. (REVOLVE, Griewank and Walther 2000, has no such
 levels and needs the fewest steps; `search.memory.segment_lengths` compares.) Iterations that are left over behind whole
-segments make a loop of their own, which keeps its residuals.
+segments make a loop of their own, which keeps its residuals. Where there is room for some residuals, more are left over.
 
-The site of a cut is that of its loop, `SEGMENTS`, and the lengths of segments, the longest first.
+The site of a cut is that of its loop, `SEGMENTS`, and a value of `Segments`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -40,24 +40,39 @@ SEGMENTS = "segments"
 SCOPE = "segments"
 """The name scope of reshapes of stacked arrays."""
 
-Lengths = tuple[int, ...]
-"""Of segments, the longest first: each level's divide those of the level before."""
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The segments of a loop.
+
+    Attributes:
+      lengths: of segments, the longest first; each level cuts those of the level before.
+      end: the iteration before which there are segments; those from it on keep their residuals. None for the loop's end.
+    """
+
+    lengths: tuple[int, ...]
+    end: int | None = None
+
+    def whole(self, length: int) -> int:
+        """The iterations, of so many, that are in whole segments of the first level."""
+        end = length if self.end is None else self.end
+        return end - end % self.lengths[0]
 
 
-def segments_site(loop: Site, lengths: Lengths) -> Site:
+def segments_site(loop: Site, segments: Segments) -> Site:
     """The site of a loop's cut into segments."""
-    return (*loop, SEGMENTS, lengths)
+    return (*loop, SEGMENTS, segments)
 
 
-def cut_loop(site: Site) -> tuple[Site, Lengths]:
-    """The loop of a cut's site, and the lengths of its segments; another op's site, and no lengths."""
-    return (site[:-2], site[-1]) if len(site) > 2 and site[-2] == SEGMENTS else (site, ())
+def cut_loop(site: Site) -> tuple[Site, Segments | None]:
+    """The loop of a cut's site, and its segments; another op's site, and None."""
+    return (site[:-2], site[-1]) if len(site) > 2 and site[-2] == SEGMENTS else (site, None)
 
 
-def segment_lengths_at(sites: Iterable[Site], path: Site) -> dict[int, Lengths]:
+def segments_at(sites: Iterable[Site], path: Site) -> dict[int, Segments]:
     """The cuts of loops of one graph, by op index."""
     cuts = map(cut_loop, sites)
-    return {loop[-1]: lengths for loop, lengths in cuts if lengths and loop[:-1] == path}
+    return {loop[-1]: segments for loop, segments in cuts if segments and loop[:-1] == path}
 
 
 def obstacle(graph: Graph, f: int) -> str:
@@ -81,7 +96,7 @@ def uncut_loops(step: Step) -> Iterator[str]:
                 yield f"The loop {graph.ops[f].where} is not cut into segments: {reason}."
 
 
-def check_segments(graph: Graph, f: int, lengths: Lengths, place: str) -> None:
+def check_segments(graph: Graph, f: int, segments: Segments, place: str) -> None:
     """Checks that a loop can be cut into such segments.
 
     Raises:
@@ -89,10 +104,14 @@ def check_segments(graph: Graph, f: int, lengths: Lengths, place: str) -> None:
     """
     if reason := obstacle(graph, f):
         raise PlanError(f"{place} cannot be cut into segments: {reason}. Leave out 'in segments of'")
-    whole = (int(graph.ops[f].params["length"]), *lengths)
-    if not all(0 < shorter < longer for longer, shorter in pairwise(whole)):
+    length, lengths = int(graph.ops[f].params["length"]), segments.lengths
+    if not all(0 < shorter < longer for longer, shorter in pairwise((length, *lengths))):
         raise PlanError(
-            f"{place}: wanted lengths of segments that fall from below its {whole[0]} iterations, got {lengths}"
+            f"{place}: wanted lengths of segments that fall from below its {length} iterations, got {lengths}"
+        )
+    if segments.end is not None and not lengths[0] <= segments.end <= length:
+        raise PlanError(
+            f"{place}: wanted segments before an iteration from {lengths[0]} to {length}, got {segments.end}"
         )
 
 
@@ -103,12 +122,12 @@ class Cut:
     Attributes:
       forward: the op index of the forward loop.
       backward: those of the loops that read its stacks, and those of no other loop.
-      lengths: of segments, the longest first.
+      segments: its segments.
     """
 
     forward: int
     backward: tuple[int, ...]
-    lengths: Lengths
+    segments: Segments
 
 
 def in_segments(graph: Graph, cuts: Sequence[Cut]) -> Graph:
@@ -129,7 +148,7 @@ class _Cutting:
     def __init__(self, graph: Graph, cut: Cut) -> None:
         self.graph, self.cut = graph, cut
         self.written = Written(graph.values, SCOPE)
-        self.length, *self.inner_lengths = cut.lengths
+        self.length, *self.inner_lengths = cut.segments.lengths
         self.parts: dict[Atom, tuple[int, ...]] = {}
         self.places: dict[int, int] = {}
 
@@ -180,8 +199,9 @@ class _Cutting:
 
     def _lengths(self, op: Op) -> tuple[int, ...]:
         """The iterations in whole segments, and those left over if there are any."""
-        left = int(op.params["length"]) % self.length
-        return (int(op.params["length"]) - left, *[left] * (left > 0))
+        length = int(op.params["length"])
+        whole = self.cut.segments.whole(length)
+        return (whole, length - whole) if whole < length else (whole,)
 
     def _part(
         self, op: Op, length: int, carried: Sequence[Atom], xs: Sequence[int], outputs: tuple[int, ...]
@@ -268,11 +288,11 @@ def _stacked(length: int, value: Value) -> Value:
     return replace(value, shape=(length, *value.shape))
 
 
-def _cut_again(backward: Op, lengths: Lengths) -> Op:
+def _cut_again(backward: Op, lengths: tuple[int, ...]) -> Op:
     """A backward loop over segments whose segments are cut in turn."""
     (body,) = backward.bodies["jaxpr"]
     again, last = (i for i, op in enumerate(body.ops) if op.name == "scan")
-    return replace(backward, bodies={"jaxpr": (in_segments(body, [Cut(again, (last,), lengths)]),)})
+    return replace(backward, bodies={"jaxpr": (in_segments(body, [Cut(again, (last,), Segments(lengths))]),)})
 
 
 def _parted(length: int, lengths: tuple[int, ...], stack: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from autoshard.search.ir.factors import Factor, Kind, rule_for
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Site, Step, Value, verify
 from autoshard.search.memory.copies import Copies, copied
 from autoshard.search.memory.loop_pairs import LoopPair, loop_pairs, without_unread_stacks
-from autoshard.search.memory.loop_segments import Cut, in_segments, segment_lengths_at
+from autoshard.search.memory.loop_segments import Cut, in_segments, segments_at
 from autoshard.search.memory.written import Written
 from autoshard.search.problem.fusion import VIEWS
 
@@ -124,8 +124,8 @@ class _Rewriting:
     def _cuts(self) -> list[Cut]:
         """The loops to cut into segments, by their places in the new graph."""
         return [
-            Cut(self.place[f], tuple(self.place[b] for b in self.pairs[f]), lengths)
-            for f, lengths in segment_lengths_at(self.sites, self.path).items()
+            Cut(self.place[f], tuple(self.place[b] for b in self.pairs[f]), segments)
+            for f, segments in segments_at(self.sites, self.path).items()
         ]
 
     def _inside(self, i: int, op: Op) -> Op:

@@ -27,7 +27,7 @@ from autoshard.cost_model.compute import kernel_s
 from autoshard.search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step, walk
 from autoshard.search.ir.sharding import Place
 from autoshard.search.memory.loop_pairs import loop_pairs
-from autoshard.search.memory.loop_segments import Lengths, cut_loop, obstacle, segments_site
+from autoshard.search.memory.loop_segments import Segments, cut_loop, obstacle, segments_site
 from autoshard.search.memory.min_cut import Recomputation, cheapest
 from autoshard.search.memory.passes import Passes
 from autoshard.search.memory.segment_lengths import LoopCut
@@ -79,6 +79,21 @@ class Residuals:
                 left -= size
         return np.array([block in chosen for block, _ in self.blocks], bool)
 
+    def chosen(self, low: float, high: float, share: float, may_be_cut: bool) -> frozenset[Site]:
+        """The sites to recompute at a high price for a share of the ops, and at a low one for the rest. Of a loop that is
+        cut into segments at the high price alone, a share of the iterations is."""
+        found = self.recomputed(self.prices(low, high, share), may_be_cut)
+        segments = self._segments(found)
+        if self.cut is None or segments is None or share >= 1.0:
+            return found
+        less = self.recomputed(low, may_be_cut)
+        if share == 0.0 or self._segments(less):
+            return less if share == 0.0 else found
+        whole, some = (
+            segments_site(self.cut.loop, one) for one in (segments, self.cut.up_to(share, segments))
+        )
+        return found - {whole} | {some}
+
     def recomputed(self, price_s_per_byte: float | np.ndarray, may_be_cut: bool = False) -> frozenset[Site]:
         """The sites to recompute at a price per kept byte; among them that of a cut into segments, if the loop may be cut
         and is cheapest so."""
@@ -105,7 +120,7 @@ class Residuals:
             share = (lengths[-1] + cut.length % lengths[0]) / cut.length
             sites = self._recomputed(price_s_per_byte * share)
             lengths = cut.shortest(before + 1, self._kept_bytes(sites) / cut.length)
-            yield sites | {segments_site(cut.loop, lengths)} if lengths else sites
+            yield sites | {segments_site(cut.loop, Segments(lengths))} if lengths else sites
 
     def _recomputed(self, price_s_per_byte: float | np.ndarray) -> frozenset[Site]:
         """The ops to recompute at a price per kept byte.
@@ -130,18 +145,18 @@ class Residuals:
     def kept_bytes(self, sites: frozenset[Site]) -> float:
         """Bytes kept for the backward phase if these sites are recomputed."""
         kept_bytes = self._kept_bytes(sites)
-        if self.cut and (lengths := self._lengths(sites)):
-            return self.cut.held_bytes(lengths, kept_bytes / self.cut.length)
+        if self.cut and (segments := self._segments(sites)):
+            return self.cut.held_bytes(segments, kept_bytes / self.cut.length)
         return kept_bytes
 
     def _kept_bytes(self, sites: frozenset[Site]) -> float:
         """Bytes of all residuals that are not recomputed one by one."""
         return float(sum(self.problem.num_bytes[v] for v in self._kept(sites)))
 
-    def _lengths(self, sites: frozenset[Site]) -> Lengths:
-        """The lengths of the segments into which the loop is cut."""
-        cuts = map(cut_loop, sites)
-        return next((lengths for loop, lengths in cuts if self.cut and lengths and loop == self.cut.loop), ())
+    def _segments(self, sites: frozenset[Site]) -> Segments | None:
+        """The segments into which the loop is cut; None if it is not."""
+        cuts = map(cut_loop, sites) if self.cut else ()
+        return next((segments for loop, segments in cuts if self.cut and loop == self.cut.loop), None)
 
     def _kept(self, sites: frozenset[Site]) -> set[int]:
         if sites not in self._known:
@@ -180,7 +195,7 @@ class Residuals:
     def may_wait(self, sites: frozenset[Site]) -> bool:
         """True if what is kept may wait on the host: outside of loops, or as stacks of a loop that is not cut into
         segments."""
-        return not self._lengths(sites)
+        return self._segments(sites) is None
 
     def is_read_as_it_is(self, site: Site) -> bool:
         """True if no value is computed on the fly from an op's results."""
@@ -213,8 +228,8 @@ class Residuals:
         """Seconds to recompute these sites, and to keep the remaining residuals."""
         again_s = sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites)
         keep_s = np.broadcast_to(self.problem.keep_s, len(self.problem.maker))
-        if self.cut:
-            again_s += len(self._lengths(sites)) * self.cut.again_s
+        if self.cut and (segments := self._segments(sites)):
+            again_s += self.cut.seconds(segments)
         return float(again_s + sum(keep_s[v] for v in self._kept(sites)))
 
 

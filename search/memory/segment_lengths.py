@@ -14,7 +14,10 @@ segments differ in length. Those of a loop of loops are alike, so that its progr
 from dataclasses import dataclass, field
 
 from autoshard.search.ir.graph import Site
-from autoshard.search.memory.loop_segments import Lengths
+from autoshard.search.memory.loop_segments import Segments
+
+Lengths = tuple[int, ...]
+"""Of segments, the longest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +38,24 @@ class LoopCut:
     entering_bytes: float
     again_s: float
 
-    def held_bytes(self, lengths: Lengths, residual_bytes: float) -> float:
-        """Bytes held at the most with segments of these lengths, for residuals of so many bytes an iteration."""
-        held_bytes, length = self.entering_bytes, self.length
-        for shorter in lengths:
-            segments, left = divmod(length, shorter)
-            held_bytes += segments * self.carry_bytes + left * residual_bytes
+    def held_bytes(self, segments: Segments, residual_bytes: float) -> float:
+        """Bytes held at the most with these segments, for residuals of so many bytes an iteration."""
+        length = segments.whole(self.length)
+        held_bytes = self.entering_bytes + (self.length - length) * residual_bytes
+        for shorter in segments.lengths:
+            count, left = divmod(length, shorter)
+            held_bytes += count * self.carry_bytes + left * residual_bytes
             length = shorter
         return held_bytes + length * residual_bytes
+
+    def seconds(self, segments: Segments) -> float:
+        """Seconds to run the iterations of segments once more for each level."""
+        return len(segments.lengths) * self.again_s * segments.whole(self.length) / self.length
+
+    def up_to(self, share: float, segments: Segments) -> Segments:
+        """The segments reduced to a share of the iterations, in whole segments, at least one."""
+        longest = segments.lengths[0]
+        return Segments(segments.lengths, longest * max(1, round(share * self.length / longest)))
 
     def shortest(self, num_levels: int, residual_bytes: float) -> Lengths:
         """The lengths with which so many levels hold least; fewer lengths if more levels do not hold less."""

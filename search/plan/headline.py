@@ -46,7 +46,7 @@ HEAVY = re.compile(r"(?:^|[ /])(dot_general|conv_general_dilated|gather|scatter-
 
 _SOME_RECOMPUTED = re.compile(r"remat (\d[\d, -]*) of (\d+)")
 
-_IN_SEGMENTS = re.compile(r"in segments of ([\d, ]+)")
+_IN_SEGMENTS = re.compile(r"in segments of (\d+(?:, \d+)*)")
 
 
 @dataclass(frozen=True, slots=True)

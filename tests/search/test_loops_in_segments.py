@@ -1,6 +1,8 @@
 """A recurrence over many steps fits where its loop is cut into segments, and the plan says so."""
 
 import functools
+import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,11 @@ from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.executors.jit import build
 from autoshard.search import driver
+from autoshard.search.ir.graph import Phase
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
+from tests.decisions import with_decisions
 from tests.search.recurrence import recurrence
 
 LENGTH, BATCH, WIDTH = 1024, 256, 256
@@ -52,6 +56,28 @@ def test_a_loaded_plan_is_cut_alike(tmp_path):
     again = driver.apply(step, Plan.load(tmp_path / "plan.json"), parse_cluster("1xH100-80GB"))
     assert again.plan.decisions == result.plan.decisions
     assert again.plan.estimates == result.plan.estimates
+
+
+@pytest.mark.pure
+def test_iterations_that_keep_their_residuals_keep_them_beside_the_carries_of_segments():
+    step, result = found(CARRIES_BYTES // 4)
+    said = replace(
+        result.plan.decisions,
+        retention={"forward scan": "remat in segments of 2 before 512"},
+        ops={},
+        copies={},
+    )
+    decided = with_decisions(result.plan, said, memory_bytes=1 << 40)
+    again = driver.apply(step, decided, parse_cluster("1xH100-80GB"))
+    loops = [op for op in again.step.graph.ops if op.name == "scan" and op.phase is Phase.FORWARD]
+    stacks = [value for op in loops for value in op.result_values[op.loop_counts[1] :]]
+    assert again.plan.estimates.peak_bytes >= sum(value.num_bytes for value in stacks)
+
+
+@pytest.mark.pure
+def test_with_room_for_some_residuals_the_loop_is_cut_in_two():
+    _, result = found(9 * CARRIES_BYTES // 10)
+    assert re.fullmatch(r"remat in segments of \d+ before \d+", result.plan.retention["forward scan"])
 
 
 @pytest.mark.pure

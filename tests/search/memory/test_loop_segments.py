@@ -9,7 +9,7 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.graph import Phase, walk
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.loop_pairs import loop_pairs
-from autoshard.search.memory.loop_segments import check_segments, obstacle, segments_site
+from autoshard.search.memory.loop_segments import Segments, check_segments, obstacle, segments_site
 from autoshard.search.memory.recompute import recomputed
 from autoshard.search.problem.flat_program import flatten
 from tests.search.memory.evaluation import evaluated
@@ -18,8 +18,8 @@ from tests.search.recurrence import recurrence, traced
 LENGTH = 13
 
 
-def in_segments(step, loop, *lengths, sites=()):
-    return recomputed(step, frozenset({segments_site((loop,), lengths), *sites}))
+def in_segments(step, loop, *lengths, sites=(), end=None):
+    return recomputed(step, frozenset({segments_site((loop,), Segments(lengths, end)), *sites}))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_the_numbers_stay_inside_a_loop_over_microbatches():
     outer = trace(accumulated, params, jax.ShapeDtypeStruct((2, *xs.shape), xs.dtype))
     ((path, graph),) = ((path, graph) for path, graph in walk(outer.graph) if loop_pairs(graph))
     (loop,) = loop_pairs(graph)
-    again = recomputed(outer, frozenset({segments_site((*path, loop), (4,))}))
+    again = recomputed(outer, frozenset({segments_site((*path, loop), Segments((4,)))}))
     inputs = drawn(outer)
     for one, other in zip(evaluated(again.graph, *inputs), evaluated(outer.graph, *inputs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
@@ -81,6 +81,32 @@ def test_each_level_runs_the_body_once_more(lengths):
     step = in_segments(step, loop, *lengths) if lengths else step
     runs = sum(op.count for op in flatten(step).ops if op.name == "tanh")
     assert runs == 64 * (1 + len(lengths))
+
+
+@pytest.mark.devices
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_numbers_stay_where_later_iterations_keep_their_residuals(reverse):
+    step, loop = traced(LENGTH, reverse=reverse, dtype=jnp.float64)
+    inputs = drawn(step)
+    again = in_segments(step, loop, 3, end=7)
+    for one, other in zip(evaluated(again.graph, *inputs), evaluated(step.graph, *inputs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+@pytest.mark.pure
+def test_only_the_iterations_before_the_end_run_once_more():
+    step, loop = traced(64)
+    program = flatten(in_segments(step, loop, 8, end=24))
+    assert sum(op.count for op in program.ops if op.name == "tanh") == 64 + 24
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("end", [0, 7, 65])
+def test_segments_end_inside_of_the_loop(end):
+    step, loop = traced(64)
+    with pytest.raises(PlanError, match=f"segments before an iteration from 8 to 64, got {end}"):
+        check_segments(step.graph, loop, Segments((8,), end), "plan")
 
 
 @pytest.mark.pure
@@ -111,7 +137,7 @@ def test_a_loop_with_effects_is_not_cut():
     (loop,) = loop_pairs(graph)
     assert "has effects (debug_p" in obstacle(graph, loop)
     with pytest.raises(PlanError, match=r"plan cannot be cut into segments: its body has effects"):
-        check_segments(graph, loop, (2,), "plan")
+        check_segments(graph, loop, Segments((2,)), "plan")
 
 
 @pytest.mark.pure
@@ -119,7 +145,7 @@ def test_a_loop_with_effects_is_not_cut():
 def test_lengths_fall_from_below_the_number_of_iterations(lengths):
     step, loop = traced(64)
     with pytest.raises(PlanError, match="that fall from below its 64 iterations"):
-        check_segments(step.graph, loop, lengths, "plan")
+        check_segments(step.graph, loop, Segments(lengths), "plan")
 
 
 @pytest.mark.pure

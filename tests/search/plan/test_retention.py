@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.trace import trace
-from autoshard.search.memory.loop_segments import segments_site
+from autoshard.search.memory.loop_segments import Segments, segments_site
 from autoshard.search.plan.retention import RetentionCodec
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
@@ -137,10 +137,15 @@ LOOPS = RetentionCodec(fold(flatten(RECURRENCE)))
 
 
 @pytest.mark.parametrize(
-    ("lengths", "text"), [((8,), "remat in segments of 8"), ((16, 4), "remat in segments of 16, 4")]
+    ("segments", "text"),
+    [
+        (Segments((8,)), "remat in segments of 8"),
+        (Segments((16, 4)), "remat in segments of 16, 4"),
+        (Segments((16, 4), 48), "remat in segments of 16, 4 before 48"),
+    ],
 )
-def test_a_loop_may_be_cut_into_segments(lengths, text):
-    sites = frozenset({segments_site((LOOP,), lengths)})
+def test_a_loop_may_be_cut_into_segments(segments, text):
+    sites = frozenset({segments_site((LOOP,), segments)})
     assert LOOPS.said(sites) == {"forward scan": text}
     assert LOOPS.read({"forward scan": text}, "plan") == (sites, frozenset())
 
