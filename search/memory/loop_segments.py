@@ -132,8 +132,11 @@ class Cut:
 
 def in_segments(graph: Graph, cuts: Sequence[Cut]) -> Graph:
     """The graph with loops cut into segments whose residuals are recomputed."""
-    for cut in sorted(cuts, key=lambda cut: -cut.forward):
-        graph = _Cutting(graph, cut).run()
+    loops = [[graph.ops[i] for i in (cut.forward, *cut.backward)] for cut in cuts]
+    for cut, ops in zip(cuts, loops, strict=True):
+        place = {op: i for i, op in enumerate(graph.ops)}  # that of an earlier cut may have moved it
+        forward, *backward = (place[op] for op in ops)
+        graph = _Cutting(graph, replace(cut, forward=forward, backward=tuple(backward))).run()
     return without_unread_results(without_dead_ops(graph)) if cuts else graph
 
 

@@ -59,6 +59,25 @@ def test_the_numbers_stay_where_ops_of_the_body_are_recomputed_too():
 
 @pytest.mark.devices
 @pytest.mark.usefixtures("float64")
+def test_the_numbers_stay_where_one_recurrence_reads_another():
+    def layer(w, xs):
+        return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, xs[0], xs)[1]
+
+    def stacked(w, xs):
+        grads = jax.grad(lambda w: jnp.mean(layer(w[1], layer(w[0], xs)) ** 2))(w)
+        return w - 0.1 * grads
+
+    shapes = (2, 4, 4), (LENGTH, 3, 4)
+    step = trace(stacked, *(jax.ShapeDtypeStruct(shape, jnp.float64) for shape in shapes))
+    first, last = loop_pairs(step.graph)
+    both = {segments_site((first,), Segments((4,))), segments_site((last,), Segments((6, 2)))}
+    again, inputs = recomputed(step, frozenset(both)), drawn(step)
+    for one, other in zip(evaluated(again.graph, *inputs), evaluated(step.graph, *inputs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+@pytest.mark.devices
+@pytest.mark.usefixtures("float64")
 def test_the_numbers_stay_inside_a_loop_over_microbatches():
     step, params, xs = recurrence(LENGTH, dtype=jnp.float64)
 
