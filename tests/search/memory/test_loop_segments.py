@@ -36,7 +36,11 @@ def drawn(step):
 
 @pytest.mark.devices
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("lengths", [(4,), (12,), (6, 3), (7, 3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [(6, 3), *(pytest.param(lengths, marks=pytest.mark.slow) for lengths in ((4,), (12,), (7, 3, 2)))],
+    ids=str,
+)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_numbers_stay(reverse, lengths):
     step, loop = traced(LENGTH, reverse=reverse, dtype=jnp.float64)
