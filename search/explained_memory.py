@@ -12,7 +12,7 @@ More memory helps in three ways: other shardings, for which the plan's problem i
 on the host. The best of the three is told.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Site
 from autoshard.search.ir.spec import read_partition_spec
+from autoshard.search.memory.loop_segments import cut_loop
 from autoshard.search.memory.offload import may_rest_on_host
 from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, Known, StepProblem
@@ -66,8 +67,8 @@ class MemoryPrices:
         sites = frozenset(self._sites.get(name, ()))
         if sites & self.found.problem.offloaded_sites:
             return self._kept_on_device(sites)
-        if sites & self.found.problem.sites:
-            return self._kept(name, sites)
+        if again := self._again(sites):
+            return self._kept(name, again)
         return self._recomputed(sites)
 
     def host(self, name: str, own_bytes: int) -> Estimated | None:
@@ -96,6 +97,10 @@ class MemoryPrices:
         best = max(ways, key=lambda one: one.less_s)
         is_worth_it = best.less_s > RELATIVE_GAP * self._step_s
         return best if is_worth_it else MoreMemory(more_bytes, 0.0, "", False)
+
+    def _again(self, sites: Collection[Site]) -> frozenset[Site]:
+        """The decisions that recompute these ops, or loops in segments."""
+        return frozenset(site for site in self.found.problem.sites if cut_loop(site)[0] in sites)
 
     # --- the contrary
 
@@ -180,7 +185,7 @@ class MemoryPrices:
         """Seconds that are saved if so many more bytes are kept: the most seconds per byte first, of the last class a
         part."""
         again = self.found.problem.sites
-        classes = [frozenset(sites) & again for sites in self._sites.values()] if again else []
+        classes = [self._again(sites) for sites in self._sites.values()] if again else []
         savings = [self._difference(again - sites) for sites in classes if sites]
         worth = [(-more_s, num_bytes) for more_s, num_bytes in savings if more_s < 0 < num_bytes]
         saved_s, left_bytes = (

@@ -17,6 +17,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.found import Found
+from autoshard.search.memory.loop_segments import uncut_loops
 from autoshard.search.mesh_problem import PEAK_SLACK, WIDE_GAP, MeshProblem, StepProblem
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.plan.estimates import where
@@ -162,6 +163,8 @@ def explain(
         sentences.append(f"Not found out in the time that this took: {', '.join(untried)}.")
     if also_tried:
         sentences.append(also_tried)
+    if options.remat != "never":
+        sentences += uncut_loops(step_problem.traced)
     if options.remat == "never" and forbidden_s is None:
         sentences.append("No plan was found either that recomputes, which remat='never' forbids.")
     return InfeasibleError(" ".join(sentences), peak.num_bytes)

@@ -20,6 +20,7 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.search.device.prediction import Prediction, predict
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.ir.spec import Spec, from_partition_spec
+from autoshard.search.memory.loop_offload import in_loops, loops_offloaded
 from autoshard.search.memory.offload import Offloaded, offloaded
 from autoshard.search.memory.recompute import recomputed
 from autoshard.search.plan.decisions import DecisionCodec, allowed_by_pins
@@ -187,8 +188,10 @@ class StepProblem:
           like: the folded program of the shortened step. This step is folded accordingly.
           as_run: makes the flat program that runs, if it is not one program.
         """
-        residuals = frozenset(v for (i,) in offloaded_sites for v in step.graph.ops[i].outputs)
-        rewritten = offloaded(recomputed(step, sites), hosted, residuals)
+        stacked = in_loops(step.graph, offloaded_sites)
+        residuals = frozenset(v for (i,) in offloaded_sites - stacked for v in step.graph.ops[i].outputs)
+        again = loops_offloaded(recomputed(step, sites), step.graph, stacked)
+        rewritten = offloaded(again, hosted, residuals)
         program = as_run(flatten(rewritten.step))
         folded = fold(program, marks) if like is None else folded_like(program, like)
         folded = separate(folded, decided) if decided else folded

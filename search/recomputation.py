@@ -25,6 +25,7 @@ import numpy as np
 
 from autoshard.search.ir.graph import Site
 from autoshard.search.memory.fetches import WINDOW
+from autoshard.search.memory.loop_offload import may_leave_loop
 from autoshard.search.memory.residuals import residuals
 from autoshard.search.memory.trade_offs import Choice, trade_offs
 from autoshard.search.mesh_problem import (
@@ -196,7 +197,7 @@ class Estimates:
         self.all_bytes = sum(part.all_bytes for part in self.parts)
         self.baseline_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
-        self.too_little_bytes = -math.inf
+        self.too_little_bytes, self.may_be_cut = -math.inf, False
 
     def _with_less_memory(self, uncapped: UncappedSolution) -> UncappedSolution:
         """The solution itself if it fits, else a nearly equally fast one that holds less."""
@@ -207,8 +208,19 @@ class Estimates:
 
     @cached_property
     def _choices(self) -> list[Choice]:
-        """Choices of ops to recompute, from none to all."""
-        return trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
+        """Choices of ops to recompute, from none to all. If all save too little, loops may also be cut into segments."""
+        found = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
+        if self._saves_too_little(found[-1]) and any(part.cut for part in self.parts):
+            self.may_be_cut = True
+            found = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
+        return found
+
+    def _saves_too_little(self, most: Choice) -> bool:
+        """True if the choice that saves most saves less than is missing, or hardly more. Stacks may rest in smaller shards
+        than they are made in: of all bytes that are held, no more is saved than the choice's share."""
+        share = min(1.0, self.in_order_bytes / self.all_bytes) if self.all_bytes else 0.0
+        wanted_bytes = self.missing_bytes + SPARE * self.limit_bytes
+        return self.missing_bytes > 0 and share * self._saved_bytes(most) < wanted_bytes
 
     def negligible(self) -> Iterator[Candidate]:
         """Candidates that save enough with the uncapped sharding and take less time to recompute than the sharding's
@@ -285,7 +297,8 @@ class Estimates:
 
     def _chosen(self, low: float, high: float, share: float) -> Choice:
         """The ops to recompute if a share of the step takes the higher price."""
-        sites = frozenset[Site]().union(*(p.recomputed(p.prices(low, high, share)) for p in self.parts))
+        chosen = (part.chosen(low, high, share, self.may_be_cut) for part in self.parts)
+        sites = frozenset[Site]().union(*chosen)
         kept_bytes = sum(part.kept_bytes(sites) for part in self.parts)
         return Choice(high, sites, sum(part.seconds(sites) for part in self.parts), kept_bytes)
 
@@ -306,9 +319,9 @@ class Estimates:
         missing_bytes, worth = self.missing_bytes - saved_bytes, self._worth_offloading(sites)
         if missing_bytes <= 0 or not worth:
             return
-        missing_bytes += WINDOW * max(num_bytes for _, num_bytes in worth)
+        missing_bytes += WINDOW * max(copied_bytes for _, _, copied_bytes in worth)
         offloaded_sites, moved_bytes = set[Site](), 0.0
-        for site, num_bytes in worth:
+        for site, num_bytes, _ in worth:
             if moved_bytes < missing_bytes:
                 offloaded_sites.add(site)
                 moved_bytes += num_bytes
@@ -325,16 +338,18 @@ class Estimates:
             self.uncapped, again, fits_s, recompute_s, saved_bytes + moved_bytes, frozenset(offloaded_sites)
         )
 
-    def _worth_offloading(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
-        """Residuals that may be offloaded, with their bytes. Those from which no value is computed on the fly come
-        first; among them, those made first, because they stay on the host longest."""
+    def _worth_offloading(self, sites: frozenset[Site]) -> list[tuple[Site, float, float]]:
+        """The kept residuals that may be offloaded, each with its bytes and those of one copy. Those from which no value is
+        computed on the fly come first; among them, those made first, because they stay on the host longest."""
+        graph = self.on_mesh.memory.costed.graph.folded.program.step.graph
         found = [
-            (part.is_read_as_it_is(site), site, num_bytes)
+            (part.is_read_as_it_is(site), site, num_bytes, num_bytes / part.length)
             for part in self.parts
-            for site, num_bytes in part.kept(sites)
-            if not part.is_loop and len(site) == 1 and num_bytes >= LEAST_OFFLOADED_BYTES
+            for site, num_bytes in (part.kept(sites) if part.may_offload(sites) else ())
+            if num_bytes / part.length >= LEAST_OFFLOADED_BYTES
+            and (may_leave_loop(graph, site) if part.is_loop else len(site) == 1)
         ]
-        return [(site, num_bytes) for _, site, num_bytes in sorted(found, key=lambda one: not one[0])]
+        return [one[1:] for one in sorted(found, key=lambda one: not one[0])]
 
     def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
         """Seconds of the baseline under the cap plus the saved bytes.

@@ -248,12 +248,25 @@ class _Lowering:
         return is_across and self.paths.local_bytes(v, self.paths.made(v)) <= SMALL_BYTES
 
     def _waits(self, op: FlatOp) -> tuple[int, ...]:
-        """The kernels before a barrier that an op, or a light op that it computes on the fly, must follow."""
+        """The kernels before a barrier that an op, or a light op that it computes on the fly, must follow; those of an
+        earlier loop, where another one goes on with its carries."""
+        found = [
+            k
+            for v in self._carried_before(op)
+            for b in self.sources[v]
+            if (k := self.made_by.get(b)) is not None
+        ]
         if not (self.waits or op.after):
-            return ()
-        found = [k for v in op.operands for k in self.waits.get(v, ())]
+            return tuple(dict.fromkeys(found))
+        found += [k for v in op.operands for k in self.waits.get(v, ())]
         found += [self.made_by[b] for v, _ in op.after for b in self._as_first_read(v) if b in self.made_by]
         return tuple(dict.fromkeys(found))
+
+    def _carried_before(self, op: FlatOp) -> list[int]:
+        """The last values of the earlier loops whose carries a loop's carry begins with."""
+        makers = (self.program.ops[self.live_ranges.maker[v][0]] for v in op.operands if op.name == "carry")
+        last = (maker.operands[-1] for maker in makers if maker.name == "carry" and maker.operands)
+        return [v for v in last if v in self.sources]
 
     def _as_first_read(self, v: int) -> tuple[int, ...]:
         """A value's buffers in the spec of the first op that reads it."""
@@ -443,6 +456,8 @@ class _Lowering:
     def _kernel(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
         moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
         time = self.times.of_op(i, moved) * self.program.ops[i].count
+        if self.program.ops[i].name == "stack":
+            time = replace(time, seconds=self._stacking_s(i))
         loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
         nest, root = self._nest(i) if makes else (None, None)
         sliced = self._sliced(i) if workspaces else ()
@@ -450,6 +465,12 @@ class _Lowering:
         return self._append(
             Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, root, sliced, copies)
         )
+
+    def _stacking_s(self, i: int) -> float:
+        """Seconds to write the slices of a stack, one in each iteration."""
+        op = self.program.ops[i]
+        sliced = sum(self.paths.local_bytes(v, self.paths.made(v)) for v in op.operands)
+        return self.times.of_moving(2 * sliced).seconds * op.count
 
     def _turned(self, i: int, reads: tuple[int, ...]) -> Iterator[TurnedCopy]:
         for operand, v in enumerate(self.program.ops[i].operands):

@@ -3,7 +3,7 @@
 Memory: a buffer is held from the kernel that makes it to its last reader. A buffer from outside of a loop that the loop
 reads is held to the loop's end; one that a loop stacks, from the loop's start. Time: there are four streams. Kernels
 run one after another; collectives, copies to the host and copies from it run beside them, one at a time of each. A
-reader of a collective's or a copy's result starts after it.
+reader of a collective's or a copy's result starts after it. A loop ends when the copies of its iterations have ended.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.search.device.lowering import Kernel, Loops, Lowered
+from autoshard.search.device.lowering import TRANSFERS, Kernel, Loops, Lowered
 from autoshard.search.problem.live_ranges import Resident
 from autoshard.search.problem.memory_rows import Peak
 from autoshard.search.problem.repeats import piled_up_from
@@ -172,14 +172,21 @@ def timetable(lowered: Lowered, order: Sequence[int]) -> Iterator[tuple[float, f
     is the wait for it."""
     now, free = 0.0, dict[str, float]()
     done: dict[int, float] = {}
+    in_loops: dict[int, tuple[int, int]] = {}
     for k in order:
-        kernel, start_s = lowered.kernels[k if k >= 0 else ~k], now
+        kernel = lowered.kernels[k if k >= 0 else ~k]
+        for copy in [copy for copy, loop in in_loops.items() if loop not in kernel.loops]:
+            now = max(now, done[copy])
+            del in_loops[copy]
+        start_s = now
         if kernel.collective is None:
             end_s = now = now + kernel.time.seconds
         elif k >= 0:
             stream = kernel.collective.stream
             start_s = max(now, free.get(stream, 0.0))
             end_s = free[stream] = done[k] = start_s + kernel.time.seconds
+            if kernel.loops and kernel.collective.kind in TRANSFERS:
+                in_loops[k] = kernel.loops[0]
         else:
             end_s = now = max(now, done[~k])
         yield start_s, end_s

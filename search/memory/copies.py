@@ -74,14 +74,15 @@ class Copies:
 def copied(written: Written, op: Op, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
     """Appends a copy of an op to the backward phase; returns the values that the copy makes."""
     outputs = tuple(written.new(value) for value in op.result_values)
-    scope = f"{op.scope}/{SCOPE}" if op.scope else SCOPE
-    written.ops.append(replace(_in_backward(op), inputs=inputs, outputs=outputs, scope=scope))
+    written.ops.append(replace(_in_backward(op), inputs=inputs, outputs=outputs))
     return outputs
 
 
 def _in_backward(op: Op) -> Op:
+    """An op, with those in its bodies, in the backward phase and in the scope of recomputed ops."""
     bodies = {
         key: tuple(replace(b, ops=tuple(map(_in_backward, b.ops))) for b in bodies)
         for key, bodies in op.bodies.items()
     }
-    return replace(op, phase=Phase.BACKWARD, bodies=bodies)
+    scope = f"{op.scope}/{SCOPE}" if op.scope else SCOPE
+    return replace(op, phase=Phase.BACKWARD, scope=scope, bodies=bodies)

@@ -131,7 +131,7 @@ class _Rewriting:
         self.written.ops.append(op if inputs == op.inputs else replace(op, inputs=inputs))
         for v in op.outputs:
             if v in self.stored:
-                self.on_host[v] = self._copied(v, _to_host, op)
+                self.on_host[v] = self._copied(v, to_host, op)
 
     def _read(self, v: int, phase: Phase) -> int:
         """The replacement of a value in a phase: a fetched argument, or the result of a barrier."""
@@ -147,7 +147,7 @@ class _Rewriting:
         like = self.graph.ops[fetch.first]
         there = [self.on_host.get(v, v) for v in fetch.arguments]
         for v, tied in zip(fetch.arguments, self._tied(there, fetch.ties, like), strict=True):
-            self.there[v, fetch.phase] = self._copied(tied, _to_device, like)
+            self.there[v, fetch.phase] = self._copied(tied, to_device, like)
 
     def _tied(self, values: Sequence[int], ties: Sequence[int], like: Op) -> tuple[int, ...]:
         """Values behind a barrier with their ties; for offloaded state, a tie means its copy on the host."""
@@ -166,11 +166,13 @@ class _Rewriting:
         return made
 
 
-def _to_host(x: Any) -> Any:
+def to_host(x: Any) -> Any:
+    """A copy in the host's memory."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
-def _to_device(x: Any) -> Any:
+def to_device(x: Any) -> Any:
+    """A copy in the device's memory."""
     return jax.device_put(x, jax.memory.Space.Device)
 
 

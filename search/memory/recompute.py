@@ -22,6 +22,7 @@ from autoshard.search.ir.factors import Factor, Kind, rule_for
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Site, Step, Value, verify
 from autoshard.search.memory.copies import Copies, copied
 from autoshard.search.memory.loop_pairs import LoopPair, loop_pairs, without_unread_stacks
+from autoshard.search.memory.loop_segments import Cut, in_segments, segments_at
 from autoshard.search.memory.written import Written
 from autoshard.search.problem.fusion import VIEWS
 
@@ -118,7 +119,14 @@ class _Rewriting:
             self.place[i] = len(self.written.ops)
             self.written.ops.append(self._inside(i, op))
         graph = replace(self.graph, values=tuple(self.written.values), ops=tuple(self.written.ops))
-        return without_unread_stacks(graph)
+        return without_unread_stacks(in_segments(graph, self._cuts()))
+
+    def _cuts(self) -> list[Cut]:
+        """The loops to cut into segments, by their places in the new graph."""
+        return [
+            Cut(self.place[f], tuple(self.place[b] for b in self.pairs[f]), segments)
+            for f, segments in segments_at(self.sites, self.path).items()
+        ]
 
     def _inside(self, i: int, op: Op) -> Op:
         """An op, rewritten in its bodies if these hold both phases."""

@@ -17,7 +17,7 @@ strategies.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,8 +27,10 @@ from autoshard.cost_model.compute import kernel_s
 from autoshard.search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step, walk
 from autoshard.search.ir.sharding import Place
 from autoshard.search.memory.loop_pairs import loop_pairs
+from autoshard.search.memory.loop_segments import Segments, cut_loop, obstacle, segments_site
 from autoshard.search.memory.min_cut import Recomputation, cheapest
 from autoshard.search.memory.passes import Passes
+from autoshard.search.memory.segment_lengths import LoopCut
 from autoshard.search.memory.segments import segments
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import BARRIER
@@ -42,10 +44,12 @@ class Residuals:
 
     Attributes:
       problem: its ops and values.
-      sites: the site of each op; None for a carry, and for an op that holds both phases.
+      sites: the site of each op, a loop's for its carries; None for an op that holds both phases.
       is_stored: of each op: whether it makes an array, or is computed on the fly.
       blocks: of each op: its block, and the number of blocks that this one represents.
       is_loop: whether this is a loop's body, whose iterations are all alike.
+      cut: of a loop that may be cut into segments.
+      length: the number of iterations of a loop.
     """
 
     problem: Recomputation
@@ -53,6 +57,8 @@ class Residuals:
     is_stored: tuple[bool, ...]
     blocks: tuple[tuple[int, int], ...]
     is_loop: bool
+    cut: LoopCut | None = None
+    length: int = 1
 
     def prices(self, low: float, high: float, share: float) -> np.ndarray:
         """[values]: the high price for all values of a loop, and for those that a share of the ops makes; the low price for
@@ -73,8 +79,51 @@ class Residuals:
                 left -= size
         return np.array([block in chosen for block, _ in self.blocks], bool)
 
-    def recomputed(self, price_s_per_byte: float | np.ndarray) -> frozenset[Site]:
-        """The sites to recompute at a price per kept byte.
+    def chosen(self, low: float, high: float, share: float, may_be_cut: bool) -> frozenset[Site]:
+        """The sites to recompute at a high price for a share of the ops, and at a low one for the rest. Of a loop that is
+        cut into segments at the high price alone, a share of the iterations is."""
+        found = self.recomputed(self.prices(low, high, share), may_be_cut)
+        segments = self._segments(found)
+        if self.cut is None or segments is None or share >= 1.0:
+            return found
+        less = self.recomputed(low, may_be_cut)
+        if share == 0.0 or self._segments(less):
+            return less if share == 0.0 else found
+        whole, some = (
+            segments_site(self.cut.loop, one) for one in (segments, self.cut.up_to(share, segments))
+        )
+        return found - {whole} | {some}
+
+    def recomputed(self, price_s_per_byte: float | np.ndarray, may_be_cut: bool = False) -> frozenset[Site]:
+        """The sites to recompute at a price per kept byte; among them that of a cut into segments, if the loop may be cut
+        and is cheapest so."""
+        found = self._recomputed(price_s_per_byte)
+        price = float(np.max(price_s_per_byte, initial=0.0))
+        for sites in self._in_segments(price) if may_be_cut else ():
+            if self._cost_s(sites, price) >= self._cost_s(found, price):
+                break
+            found = sites
+        return found
+
+    def _cost_s(self, sites: frozenset[Site], price_s_per_byte: float) -> float:
+        return self.seconds(sites) + price_s_per_byte * self.kept_bytes(sites)
+
+    def _in_segments(self, price_s_per_byte: float) -> Iterator[frozenset[Site]]:
+        """The sites to recompute with the loop cut, by one level, by two, and so on. Segments hold the residuals of few
+        iterations at a time, so that less is recomputed inside of an iteration."""
+        cut, before = self.cut, -1
+        if cut is None:
+            return
+        every_bytes = self.all_bytes / cut.length
+        while len(lengths := cut.shortest(before + 2, every_bytes)) > before + 1:
+            before += 1
+            share = (lengths[-1] + cut.length % lengths[0]) / cut.length
+            sites = self._recomputed(price_s_per_byte * share)
+            lengths = cut.shortest(before + 1, self._kept_bytes(sites) / cut.length)
+            yield sites | {segments_site(cut.loop, Segments(lengths))} if lengths else sites
+
+    def _recomputed(self, price_s_per_byte: float | np.ndarray) -> frozenset[Site]:
+        """The ops to recompute at a price per kept byte.
 
         An op that is computed on the fly is listed in two cases only: it reads a listed op, or a listed op reads it. In the
         second case its result would otherwise become an array on the way.
@@ -95,7 +144,19 @@ class Residuals:
 
     def kept_bytes(self, sites: frozenset[Site]) -> float:
         """Bytes kept for the backward phase if these sites are recomputed."""
+        kept_bytes = self._kept_bytes(sites)
+        if self.cut and (segments := self._segments(sites)):
+            return self.cut.held_bytes(segments, kept_bytes / self.cut.length)
+        return kept_bytes
+
+    def _kept_bytes(self, sites: frozenset[Site]) -> float:
+        """Bytes of all residuals that are not recomputed one by one."""
         return float(sum(self.problem.num_bytes[v] for v in self._kept(sites)))
+
+    def _segments(self, sites: frozenset[Site]) -> Segments | None:
+        """The segments into which the loop is cut; None if it is not."""
+        cuts = map(cut_loop, sites) if self.cut else ()
+        return next((segments for loop, segments in cuts if self.cut and loop == self.cut.loop), None)
 
     def _kept(self, sites: frozenset[Site]) -> set[int]:
         if sites not in self._known:
@@ -131,6 +192,11 @@ class Residuals:
                 found[site] = found.get(site, 0.0) + float(self.problem.num_bytes[v])
         return list(found.items())
 
+    def may_offload(self, sites: frozenset[Site]) -> bool:
+        """True if what is kept may wait on the host: outside of loops, or as stacks of a loop that is not cut into
+        segments."""
+        return self._segments(sites) is None
+
     def is_read_as_it_is(self, site: Site) -> bool:
         """True if no value is computed on the fly from an op's results."""
         return site not in self._read_on_the_fly
@@ -162,6 +228,8 @@ class Residuals:
         """Seconds to recompute these sites, and to keep the remaining residuals."""
         again_s = sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites)
         keep_s = np.broadcast_to(self.problem.keep_s, len(self.problem.maker))
+        if self.cut and (segments := self._segments(sites)):
+            again_s += self.cut.seconds(segments)
         return float(again_s + sum(keep_s[v] for v in self._kept(sites)))
 
 
@@ -244,7 +312,9 @@ class _Ledger:
         self.num_bytes += [num_bytes for _, num_bytes, _ in results]
         self.keep_s += [keep_s if is_stored else 0.0 for _, _, keep_s in results]
 
-    def residuals(self, needed: set[int], is_loop: bool) -> Residuals:
+    def residuals(
+        self, needed: set[int], is_loop: bool, cut: LoopCut | None = None, length: int = 1
+    ) -> Residuals:
         """The problem for a backward phase that reads these values."""
         problem = Recomputation(
             np.array(self.op_s),
@@ -254,7 +324,8 @@ class _Ledger:
             sorted(self.number[v] for v in needed if v in self.number),
             np.array(self.keep_s),
         )
-        return Residuals(problem, tuple(self.sites), tuple(self.is_stored), tuple(self.blocks), is_loop)
+        places = tuple(self.sites), tuple(self.is_stored), tuple(self.blocks)
+        return Residuals(problem, *places, is_loop, cut, length)
 
 
 class _Reader:
@@ -304,7 +375,7 @@ class _Reader:
             return 0.0 if stack_of.get(v) in others else stacked_bytes
 
         for n, v in enumerate(body.inputs[num_consts : num_consts + num_carry], num_consts):
-            ledger.add(None, np.inf, (), (v,), [num_bytes(v, "input", inner, n)])
+            ledger.add((*path, f), np.inf, (), (v,), [num_bytes(v, "input", inner, n)])
         for i, op in enumerate(body.ops):
             site = (*inner, i)
             seconds = np.inf if _must_stay(op) else self._seconds.get(site, 0.0)
@@ -317,7 +388,32 @@ class _Reader:
                 for v, size in zip(arrays, sizes, strict=True)
             ]
             ledger.add(site, seconds, op.operands, op.outputs, sizes, keep_s)
-        return ledger.residuals({y for y, out in stack_of.items() if out in read}, is_loop=True)
+        needed = {y for y, out in stack_of.items() if out in read}
+        return ledger.residuals(needed, is_loop=True, cut=self._cut(path, graph, f), length=length)
+
+    def _cut(self, path: Site, graph: Graph, f: int) -> LoopCut | None:
+        """A loop that may be cut into segments; None if it may not be."""
+        if obstacle(graph, f):
+            return None
+        loop, inner = graph.ops[f], (*path, f, "jaxpr", 0)
+        num_consts, num_carry = loop.loop_counts
+        arrays = (self._stored_at(("input", inner, n)) for n in range(num_consts, num_consts + num_carry))
+        carry_bytes = sum(self._held_bytes(v) for v in arrays if v is not None)
+        seconds = (self._seconds.get((*inner, i), 0.0) for i in range(len(loop.bodies["jaxpr"][0].ops)))
+        entering_bytes = self._entering_bytes(path, graph, f)
+        return LoopCut((*path, f), int(loop.params["length"]), carry_bytes, entering_bytes, sum(seconds))
+
+    def _entering_bytes(self, path: Site, graph: Graph, f: int) -> float:
+        """Bytes of values of the forward phase that a loop reads and the backward phase does not."""
+        num_consts, num_carry = graph.ops[f].loop_counts
+        entering = [*graph.ops[f].inputs[:num_consts], *graph.ops[f].inputs[num_consts + num_carry :]]
+        read = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
+        place = {
+            v: ("result", (*path, i), r) for i, op in enumerate(graph.ops) for r, v in enumerate(op.outputs)
+        }
+        alone = {v for v in entering if isinstance(v, int) and v in place and v not in read}
+        arrays = (self._stored_at(place[v]) for v in sorted(alone))
+        return sum(self._held_bytes(v) for v in arrays if v is not None)
 
     @cached_property
     def _passes(self) -> Passes:

@@ -46,6 +46,8 @@ HEAVY = re.compile(r"(?:^|[ /])(dot_general|conv_general_dilated|gather|scatter-
 
 _SOME_RECOMPUTED = re.compile(r"remat (\d[\d, -]*) of (\d+)")
 
+_IN_SEGMENTS = re.compile(r"in segments of (\d+(?:, \d+)*)")
+
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
@@ -215,6 +217,10 @@ def _recomputed(plan: PlanShape) -> list[str]:
     if layers:
         (count, total), _ = layers.most_common(1)[0]
         return [f"{count} of {total} layers recomputed"]
+    if cut := [found[1] for text in again.values() if (found := _IN_SEGMENTS.search(text))]:
+        return [
+            f"a loop recomputed in segments of {cut[0]}" if len(cut) == 1 else "loops recomputed in segments"
+        ]
     share = max((s.shares.recomputed for s in plan.stages if s.shares), default=0.0)
     return [f"{share:.0%} of the forward FLOPs recomputed" if share >= 0.005 else "cheap ops recomputed"]
 

@@ -67,7 +67,7 @@ class Plan(PlanValues):
         stages through its share.
       stages: in the order of the forward phase; one program has one.
       retention: per class of forward ops, by name, the results that are not kept for the backward phase: `remat` for all,
-        or the numbers of the recomputed ones.
+        or the numbers of the recomputed ones; `offload` likewise; of a loop, `remat in segments of 64`.
       shardings: how devices share the work, for each mesh that replicas of a stage form, on nodes of each kind. Each of its
         decisions may be edited, or deleted to be decided anew.
       estimates: the predictions for these choices; they are made anew whenever a step is given the plan.

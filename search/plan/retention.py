@@ -2,8 +2,11 @@
 
 A plan names what is recomputed by class, as its other decisions: the key is the op's phase, scope and primitive, numbers
 replaced by `*` where it stands for several; the value says `remat`, and of which of the class's ops, in program order, if
-not of all: `remat 0-11, 20 of 48`. `offload` says that what they make waits in the host's memory. What is not named is kept
-where it is needed.
+not of all: `remat 0-11, 20 of 48`. `offload` says that what they make waits in the host's memory.
+
+Of a loop, `remat in segments of 512, 64` says that it is cut into segments of 512 iterations, and these into segments of 64,
+which recompute their residuals (`search.memory.loop_segments`); `before 3072` behind it, that iterations from there on keep
+theirs. `offload` is said of its carries. What is not named is kept where it is needed.
 """
 
 import re
@@ -13,11 +16,14 @@ from itertools import groupby
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.graph import Graph, Phase, Site, walk
+from autoshard.search.memory.loop_offload import may_leave_loop
+from autoshard.search.memory.loop_segments import Segments, check_segments, cut_loop, segments_site
 from autoshard.search.plan.names import scoped_name, unique
 from autoshard.search.problem.folding import FoldedProgram
 
 _SOME = re.compile(r"(?:remat|offload) (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*) of (\d+)")
 
+_IN_SEGMENTS = re.compile(r"(remat(?: [\d, -]+ of \d+)?) in segments of (\d+(?:, \d+)*)(?: before (\d+))?")
 
 _NO_RESULTS = ("input", "output", "enter", "slice")
 """Boundaries that stand for no result of an op."""
@@ -39,13 +45,18 @@ class RetentionCodec:
         return {name: tuple(here) for name, here in self._numbers.items()}
 
     @cached_property
+    def _graphs(self) -> dict[Site, Graph]:
+        """By path, the graphs of the step."""
+        return dict(walk(self._folded.program.step.graph))
+
+    @cached_property
     def _numbers(self) -> dict[str, dict[Site, range]]:
         """By name and site: which of the class's ops it is, or stands for."""
         seen: dict[str, int] = {}
         known: set[Site] = set()
         found: dict[str, dict[Site, range]] = {}
         program = self._folded.program
-        graphs: dict[Site, Graph] = dict(walk(program.step.graph))
+        graphs = self._graphs
         for members in self._folded.members:
             standing = [program.ops[i] for i in members if program.ops[i].phase is Phase.FORWARD]
             fresh: dict[Site, int] = {
@@ -64,15 +75,16 @@ class RetentionCodec:
 
     def said(self, sites: Iterable[Site], waiting: Iterable[Site] = ()) -> dict[str, str]:
         """The decisions that recompute some sites, and keep what others make on the host."""
-        asked = {"remat": set(sites), "offload": set(waiting)}
+        asked = _asked(sites, waiting)
         said: dict[str, str] = {}
         for name, here in self._numbers.items():
             count = sum(map(len, here.values()))
-            for how, left in asked.items():
+            for (how, suffix), left in asked.items():
                 members = [n for site, numbers in here.items() if site in left for n in numbers]
                 if members:
                     some = f" {_ranges(members)} of {count}" if len(members) < count else ""
-                    said[name] = f"{said[name]}; {how}{some}" if name in said else f"{how}{some}"
+                    one = f"{how}{some}{suffix}"
+                    said[name] = f"{said[name]}; {one}" if name in said else one
                     left.difference_update(here)
         assert not any(asked.values()), f"no class has the sites {asked}"
         return said
@@ -91,18 +103,52 @@ class RetentionCodec:
             here = self._numbers[name]
             count = sum(map(len, here.values()))
             for one in text.split("; "):
+                one, segments = _without_segments(one)
                 how, members = one.split(" ", 1)[0], _members(one, count)
-                may_be = how == "remat" or all(
-                    len(site) == 1 for site in here
-                )  # in a loop nothing is taken out of it
+                graph = self._graphs[()]
+                may_be = how == "remat" or all(len(site) == 1 or may_leave_loop(graph, site) for site in here)
                 if members is None or not may_be:
                     raise PlanError(
-                        f"{place}: retention {name!r} cannot be {text!r}. Say 'remat' or, of what is made outside of loops, "
-                        f"'offload', or which of them: 'remat 0-{count - 1} of {count}', both with '; ' in between, "
-                        "or leave it out to keep all"
+                        f"{place}: retention {name!r} cannot be {text!r}. Say 'remat' or, of what is made outside of loops "
+                        f"or stacked up by one, 'offload', or which of them: 'remat 0-{count - 1} of {count}', "
+                        "both with '; ' in between, or leave it out to keep all"
                     )
-                found[how].update(_standing_for(members, here))
+                some = _standing_for(members, here)
+                if segments:
+                    some = (self._cut(site, segments, f"{place}: retention {name!r}") for site in some)
+                found[how].update(some)
         return frozenset(found["remat"]), frozenset(found["offload"])
+
+    def _cut(self, loop: Site, segments: Segments, place: str) -> Site:
+        """The site of a loop's cut into segments.
+
+        Raises:
+          PlanError: it cannot be cut so.
+        """
+        check_segments(self._graphs[loop[:-1]], loop[-1], segments, place)
+        return segments_site(loop, segments)
+
+
+def _asked(sites: Iterable[Site], waiting: Iterable[Site]) -> dict[tuple[str, str], set[Site]]:
+    """By decision (what is done, in which segments): the ops that it is of."""
+    asked: dict[tuple[str, str], set[Site]] = {("remat", ""): set(), ("offload", ""): set(waiting)}
+    for site in sites:
+        loop, segments = cut_loop(site)
+        asked.setdefault(("remat", _said(segments) if segments else ""), set()).add(loop)
+    return dict(sorted(asked.items(), reverse=True))
+
+
+def _said(segments: Segments) -> str:
+    end = "" if segments.end is None else f" before {segments.end}"
+    return f" in segments of {', '.join(map(str, segments.lengths))}{end}"
+
+
+def _without_segments(text: str) -> tuple[str, Segments | None]:
+    """A decision without the segments that it names, and these."""
+    match = _IN_SEGMENTS.fullmatch(text)
+    if match is None:
+        return text, None
+    return match[1], Segments(tuple(map(int, match[2].split(", "))), int(match[3]) if match[3] else None)
 
 
 def _in_program_order(repeats: Mapping[Site, int], graph: Graph) -> dict[Site, range]:

@@ -312,9 +312,10 @@ def _ops(ops: Mapping[str, str], shares: WorkShares | None) -> list[str]:
 
 
 def _recomputed(retention: Mapping[str, str]) -> list[str]:
-    """The recomputed products by name, the other recomputed ops by number; and the offloaded residuals."""
+    """The recomputed products and loops by name, the other recomputed ops by number; and the offloaded residuals."""
     again = {name: text for name, text in retention.items() if "remat" in text}
-    rows = [(name.removeprefix(_FORWARD), text) for name, text in again.items() if HEAVY.search(name)]
+    heavy = {name: text for name, text in again.items() if HEAVY.search(name) or " in segments of " in text}
+    rows = [(name.removeprefix(_FORWARD), text) for name, text in heavy.items()]
     lines: list[str] = []
     if again:
         cheap = len(again) - len(rows)

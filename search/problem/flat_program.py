@@ -442,12 +442,12 @@ class _Flattening:
         slices: list[int | None] = []
         for i, stacked in enumerate(operands[num_consts + num_carry :], num_consts + num_carry):
             slices.append(None if stacked is None else self._slice(op, body, stacked, i, count, trips, site))
-        outputs, readers = self.lay(body, (*consts, *carries, *slices), trips, path), _readers(body)
+        outputs, readers = self.lay(body, (*consts, *carries, *slices), trips, path), readers_in(body)
         for i, (slot, carry) in enumerate(zip(slots, carries, strict=True)):
             init = (operands[num_consts + i], count, ("operand", site, num_consts + i))
             again = (outputs[i], trips, ("output", path, i))
             makes = [("input", path, num_consts + i), ("result", site, i)]
-            adding = _only_adding(body, readers, num_consts + i, i) if init[0] in self.zeros else None
+            adding = only_adding(body, readers, num_consts + i, i) if init[0] in self.zeros else None
             if adding is None:
                 self.ops[slot] = self._carry(op, carry, (init, again), count, site, makes)
             else:
@@ -534,7 +534,7 @@ class _Flattening:
         return slots
 
 
-def _readers(body: Graph) -> Mapping[int, Sequence[Op | None]]:
+def readers_in(body: Graph) -> Mapping[int, Sequence[Op | None]]:
     """By value: the ops that read it, once for each operand that it is, and None for each output."""
     found: dict[int, list[Op | None]] = {}
     for op in body.ops:
@@ -545,7 +545,7 @@ def _readers(body: Graph) -> Mapping[int, Sequence[Op | None]]:
     return found
 
 
-def _only_adding(body: Graph, readers: Mapping[int, Sequence[Op | None]], i: int, o: int) -> Op | None:
+def only_adding(body: Graph, readers: Mapping[int, Sequence[Op | None]], i: int, o: int) -> Op | None:
     """The addition of a loop's body that makes its output `o` of its input `i`, if nothing else reads either."""
     before, after = body.inputs[i], body.outputs[o]
     if not isinstance(after, int) or readers[after] != [None] or len(readers.get(before, ())) != 1:

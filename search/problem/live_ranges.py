@@ -123,7 +123,11 @@ class LiveRanges:
         made = self._made(on_host=True)
         for v in made:
             self._hold(v)
-        stored = (v for v in made if self.fusion.is_stored(v) and not self._is_new_state(v))
+        stored = (
+            v
+            for v in made
+            if self.fusion.is_stored(v) and not (self._is_new_state(v) or self._is_slice_of_stack(v))
+        )
         return tuple(self._with_likes([item for v in stored for item in self._of_value(v)]))
 
     def _with_likes(self, items: Sequence[LiveRange]) -> Iterator[LiveRange]:
@@ -145,6 +149,11 @@ class LiveRanges:
                 others = self.program.ops[item.position].repeats - 1
                 if others and start is not None:
                     yield replace(item, num_bytes=others * item.num_bytes, start=start)
+
+    def _is_slice_of_stack(self, v: int) -> bool:
+        """Whether a value is only a loop's part of a stack, read or written in its place."""
+        readers = {self.program.ops[u].name for u in self.uses.get(v, ())}
+        return self.program.ops[self.maker[v][0]].name == "slice" or readers == {"stack"}
 
     def _is_new_state(self, v: int) -> bool:
         """Whether a value, or a view of it, is written over an argument."""

@@ -1,5 +1,7 @@
 """What is in the host's memory, as XLA:GPU compiles it: its bytes, its copies, and what is left on the device."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
@@ -59,4 +61,28 @@ def test_residuals_wait_on_the_host_and_leave_the_device(num_devices, num_layers
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
     (count, num_bytes) = copied(proof)[TO_HOST]
     assert copied(proof)[FROM_HOST] == (count, num_bytes)
+    assert 0 < proof.compiled.host_bytes == proof.predicted.host_bytes == num_bytes
+
+
+def test_stacks_of_a_loop_wait_on_the_host_and_leave_the_device():
+    """Eight layers in a loop; each keeps three arrays of its width for the backward loop."""
+    w = jax.ShapeDtypeStruct((8, WIDTH, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((1 << 15, WIDTH), jnp.float32)
+
+    def step(params, x):
+        def loss(params):
+            y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.sin(x @ w[0]) @ w[1]), None), x, params)
+            return jnp.mean(y**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    cluster, traced = parse_cluster("1xH100-80GB"), trace(step, (w, w), x)
+    free = find(traced, cluster, Options(80 << 30, remat="never", offload="never", microbatches=1))
+    cap_bytes = int(0.7 * free.plan.estimates.peak_bytes)
+    found = find(traced, cluster, Options(cap_bytes, remat="never", offload=("residuals",), microbatches=1))
+    proof = CompilerVerifier(cluster, Compiler(flags=HURRY), lambda line: None).verified(found, full=True)
+    (count, num_bytes) = copied(proof)[TO_HOST]
+    assert copied(proof)[FROM_HOST] == (count, num_bytes)
+    assert proof.compiled.peak_bytes <= cap_bytes
+    assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
     assert 0 < proof.compiled.host_bytes == proof.predicted.host_bytes == num_bytes

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoshard.search.device.kernel_order import memory_saving, program_order
 from autoshard.search.device.latency_hiding import latency_hiding
-from autoshard.search.device.lowering import Kernel, Lowered
+from autoshard.search.device.lowering import TO_HOST, Kernel, Lowered
 from autoshard.search.device.timeline import Occupancy, peak, seconds, timetable
 from autoshard.search.problem.live_ranges import Resident
 from autoshard.search.problem.memory_rows import Arrival
@@ -274,3 +274,18 @@ def test_the_course_is_what_such_a_device_holds_at_its_fullest_and_no_less_anywh
     assert {kind: there[at] for kind, there in course.items() if there[at] > 0} == dict(found.residents)
     for total, now, k in zip(totals, worst, order, strict=True):
         assert total >= sum(now.values()) + ran(lowered, k).workspace_bytes
+
+
+@pytest.mark.parametrize(("loops", "end_s"), [(((0, 2),), 6.0), ((), 3.0)])
+def test_a_loop_ends_when_its_copies_to_the_host_have_ended(loops, end_s):
+    """A copy of 4 s in a loop of 2 s is waited for before the kernel behind the loop; outside of loops it is not."""
+    lowered = Lowered(
+        (
+            kernel(0, [], [0], loops=loops),
+            collective(1, [0], [1], time_s=4.0, kind=TO_HOST, axes=(), loops=loops),
+            kernel(2, [], [2], loops=loops),
+            kernel(3, [], [3]),
+        ),
+        (buffer(1.0, loops), buffer(0.0, loops), buffer(1.0, loops), buffer(1.0)),
+    )
+    assert [end for _, end in timetable(lowered, (0, 1, 2, 3, ~1))][3] == end_s

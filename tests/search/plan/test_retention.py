@@ -6,11 +6,13 @@ import pytest
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.trace import trace
+from autoshard.search.memory.loop_segments import Segments, segments_site
 from autoshard.search.plan.retention import RetentionCodec
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
 from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.shortening import shortened
+from tests.search.recurrence import traced
 from tests.zoo import MAKERS
 
 LAYERS = 12
@@ -128,3 +130,34 @@ def test_of_two_ops_alike_in_every_layer_the_same_one_is_recomputed_in_the_likes
         for s, told in ((few.step, first), (few.whole, sites))
     ]
     assert stand_ins[0] == stand_ins[1]
+
+
+RECURRENCE, LOOP = traced(64)
+LOOPS = RetentionCodec(fold(flatten(RECURRENCE)))
+
+
+@pytest.mark.parametrize(
+    ("segments", "text"),
+    [
+        (Segments((8,)), "remat in segments of 8"),
+        (Segments((16, 4)), "remat in segments of 16, 4"),
+        (Segments((16, 4), 48), "remat in segments of 16, 4 before 48"),
+    ],
+)
+def test_a_loop_may_be_cut_into_segments(segments, text):
+    sites = frozenset({segments_site((LOOP,), segments)})
+    assert LOOPS.said(sites) == {"forward scan": text}
+    assert LOOPS.read({"forward scan": text}, "plan") == (sites, frozenset())
+
+
+@pytest.mark.parametrize("text", ["remat in segments", "remat in segments of", "offload in segments of 8"])
+def test_segments_without_lengths_are_refused(text):
+    with pytest.raises(PlanError, match="'forward scan' cannot be"):
+        LOOPS.read({"forward scan": text}, "plan")
+
+
+def test_what_is_no_loop_is_not_cut():
+    with pytest.raises(
+        PlanError, match=r"plan: retention .* cannot be cut into segments: no backward loop reads"
+    ):
+        CODEC.read({NAME: "remat in segments of 4"}, "plan")
