@@ -17,8 +17,15 @@ from autoshard.search.solver.clock import PROCESSOR, SearchClock, WorkClock
 DEFAULT_TIME_LIMIT_S = 15.0
 """Nominal seconds (`search.solver.clock`) for all meshes together; what is not proven by then is the plan's gap."""
 
-OFFLOADED = MappingProxyType({"optimizer_state": Role.OPTIMIZER_STATE, "parameters": Role.PARAMETER})
-"""What may rest in the host's memory, by the names that users give, the least often read first."""
+OFFLOADED = MappingProxyType(
+    {
+        "optimizer_state": Role.OPTIMIZER_STATE,
+        "frozen_weights": Role.FROZEN,
+        "parameters": Role.PARAMETER,
+    }
+)
+"""What may rest in the host's memory, by the names that users give, the least often copied first: an optimizer's state comes
+and goes once a step, frozen weights come for each phase that reads them, parameters come as often and go once."""
 
 RESIDUALS = "residuals"
 """What may wait there for the backward phase, as users say it."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from autoshard.search.ir.graph import Graph, Op, Phase, Role, Site, Step, Value, verify
+from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, verify
 from autoshard.search.memory.fetches import Fetch, fetches
 from autoshard.search.memory.written import Written
 
@@ -29,15 +29,24 @@ MIN_BYTES = 1 << 16
 
 
 def may_rest_on_host(step: Step) -> dict[int, Role]:
-    """The arguments that can be offloaded and are not yet, with their roles: large state that the step replaces and does not
-    return."""
-    graph, replaced = step.graph, {r for r in step.replaces if r is not None}
-    handed_on = {*graph.made}
+    """The arguments that can be offloaded and are not yet, with their roles: large frozen weights, and large state that comes
+    back as nothing but its new values."""
+    graph = step.graph
+    replaced, elsewhere = {r for r in step.replaces if r is not None}, _results_elsewhere(step)
     return {
-        i: step.arguments[i].role
-        for i, v in enumerate(graph.inputs)
-        if i in replaced and v not in handed_on and _is_large_on_device(graph.values[v])
+        i: argument.role
+        for i, (v, argument) in enumerate(zip(graph.inputs, step.arguments, strict=True))
+        if (i in replaced or argument.role is Role.FROZEN)
+        and v not in elsewhere
+        and _is_large_on_device(graph.values[v])
     }
+
+
+def _results_elsewhere(step: Step) -> set[Atom]:
+    """The results, except for arguments that come back in their own places."""
+    inputs = step.graph.inputs
+    results = zip(step.graph.outputs, step.replaces, strict=True)
+    return {a for a, r in results if isinstance(a, int) and (r is None or inputs[r] != a)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,9 +102,9 @@ class _Rewriting:
         self.graph = step.graph
         on_host = [self.graph.inputs[i] for i in sorted(hosted)]
         outputs = zip(self.graph.outputs, step.replaces, strict=True)
-        new_state = {self.graph.inputs[r]: a for a, r in outputs if r is not None}
+        new_state = {v: a for a, r in outputs if r is not None and (v := self.graph.inputs[r]) != a}
         waiting = [v for v in sorted(residuals) if may_wait(self.graph, v)]
-        self.stored = {a for v in on_host if isinstance(a := new_state[v], int)} | set(waiting)
+        self.stored = {a for v in on_host if isinstance(a := new_state.get(v), int)} | set(waiting)
         self.new_state = frozenset(a for a in new_state.values() if isinstance(a, int))
         self.plan = fetches(self.graph, on_host, waiting, new_state)
         self.pauses = {**self.plan.departures, **self.plan.pauses}
