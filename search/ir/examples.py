@@ -54,7 +54,7 @@ def _is_single(graph: Graph, argument: int) -> bool:
     there = {argument}
     for op in graph.ops:
         if op.phase is Phase.FORWARD and not there.isdisjoint(op.operands):
-            if op.bodies or op.name == "squeeze" and 0 in op.params["dimensions"]:
+            if op.bodies or (op.name == "squeeze" and 0 in op.params["dimensions"]):
                 return False
             if there.issuperset(op.operands):
                 there.update(v for v in op.outputs if graph.values[v].shape[:1] == (1,))

@@ -4,12 +4,13 @@ A floating-point state leaf that the forward or backward phase reads and the upd
 only the update phase reads is optimizer state. *Frozen* are weights, tables and masks that the step reads and does not
 change, whichever way they come:
 
-* as state that is handed back as it came (an untrained subtree, an `nnx.Module`'s variables outside of the optimizer). Adding
-  zeros changes nothing (`identities`), as `optax.set_to_zero` does.
-* as arguments that no result replaces and that hold no examples (`examples`). Others are the batch, and so are scalars, which
-  come with each call.
+* as state that comes back as it was: an untrained subtree, or variables of an `nnx.Module` outside of its optimizer. Adding
+  zeros changes nothing (`identities`); `optax.set_to_zero` does that.
+* as arguments that no result replaces and that hold no examples (`examples`).
+* as arguments that the user declares as state (`state=`) and that no result replaces.
 
-Scalars that the step hands back are state, changed or not, and so are integers that it changes. A random key is a key.
+Other arguments that no result replaces are the batch. So are scalars, which come with each call. Scalars that come back are
+state, changed or not, and so are integers that the step changes. A random key is a key.
 """
 
 from collections.abc import Set as AbstractSet

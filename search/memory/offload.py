@@ -2,10 +2,11 @@
 
 The rewritten step is a step like any other: its copies are ops (`device_put`), so that strategies, costs, live ranges, the
 executor and the compiler need know little of it. An offloaded value is fetched once for each phase that reads it, and new
-state is stored on the host as soon as it is made. `search.memory.fetches` plans the times, and a barrier
-(`optimization_barrier`) delays each fetch. Later readers of a barrier's other operands read the barrier's results: the
-compiler removes results that no op reads (XLA:GPU, measured). (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari
-et al. 2021, offload whole optimizers and layers.)
+state is stored on the host as soon as it is made. Frozen weights are only fetched: the host's array stays as it is.
+
+`search.memory.fetches` plans the times, and a barrier (`optimization_barrier`) delays each fetch. Later readers of a
+barrier's other operands read the barrier's results: the compiler removes results that no op reads (XLA:GPU, measured).
+(ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari et al. 2021, offload whole optimizers and layers.)
 
 Ops keep their order, except updates: each moves to its gradient, because late updates would hold all gradients.
 """
@@ -29,8 +30,8 @@ MIN_BYTES = 1 << 16
 
 
 def may_rest_on_host(step: Step) -> dict[int, Role]:
-    """The arguments that can be offloaded and are not yet, with their roles: large frozen weights, and large state that comes
-    back as nothing but its new values."""
+    """The arguments that can be offloaded and are not yet, with their roles: large frozen weights, and large state that
+    comes back as nothing but its new values."""
     graph = step.graph
     replaced, elsewhere = {r for r in step.replaces if r is not None}, _results_elsewhere(step)
     return {

@@ -10,6 +10,7 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
 from tests.search.adamw import adamw_chain
+from tests.search.lora import lora_chain
 
 from .compiled import HURRY
 
@@ -21,8 +22,8 @@ SHARE = 0.12
 """By how much a peak may be off. Source: the spread of `benchmarks.truth`."""
 
 
-def verified(offload, num_devices=8, cap_bytes=80 << 30, clip=False, num_layers=NUM_LAYERS):
-    step = trace(*adamw_chain(num_layers, WIDTH, 8192, 1.0 if clip else None))
+def verified(offload, num_devices=8, cap_bytes=80 << 30, clip=False, num_layers=NUM_LAYERS, step=None):
+    step = step or trace(*adamw_chain(num_layers, WIDTH, 8192, 1.0 if clip else None))
     cluster = parse_cluster(f"{num_devices}xH100-80GB")
     options = Options(cap_bytes, (num_devices,), remat="never", offload=offload, microbatches=1)
     found = find(step, cluster, options)
@@ -47,6 +48,14 @@ def test_parameters_come_once_for_each_phase():
     assert proof.compiled.host_bytes == proof.predicted.host_bytes == 3 * STATE_BYTES // 8
     assert copied(proof)[TO_HOST] == (3 * NUM_LAYERS, 3 * STATE_BYTES // 8)
     assert copied(proof)[FROM_HOST][0] == 5 * NUM_LAYERS - 1  # nothing is propagated into the batch
+    assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
+
+
+def test_frozen_weights_come_for_each_phase_and_never_go_back():
+    proof = verified(("frozen_weights",), 1, step=trace(*lora_chain(NUM_LAYERS, WIDTH, 8192)))
+    assert proof.compiled.host_bytes == proof.predicted.host_bytes == STATE_BYTES
+    weight_bytes = STATE_BYTES // NUM_LAYERS
+    assert copied(proof) == {FROM_HOST: (2 * NUM_LAYERS - 1, (2 * NUM_LAYERS - 1) * weight_bytes)}
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
 
 
