@@ -39,11 +39,13 @@ def run(fn, state, others):
     return jax.tree.map(np.asarray, (state, value))
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_on_the_host_they_equal_one_devices(is_inside, monkeypatch):
+@pytest.mark.parametrize(
+    ("is_inside", "is_scanned"), [(False, False), (True, False), (False, True), (True, True)]
+)
+def test_on_the_host_they_equal_one_devices(is_inside, is_scanned, monkeypatch):
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
     with jax.enable_x64(True):
-        step, state, base, x = lora_chain(2, 16, 8, jnp.float64)
+        step, state, base, x = lora_chain(2, 16, 8, jnp.float64, is_scanned=is_scanned)
         shapes = ({"trained": state, "base": base}, x) if is_inside else (state, base, x)
         step = with_weights_inside(step) if is_inside else step
         traced = trace_call("cpu", step, shapes, {})
@@ -52,7 +54,7 @@ def test_on_the_host_they_equal_one_devices(is_inside, monkeypatch):
         program = build(found.step, found.sharding, jax.devices())
         kinds = [s.memory_kind for s in jax.tree.leaves(program.shardings)]
         assert [i for i, kind in enumerate(kinds) if kind == "pinned_host"] == hosted
-        assert len(hosted) == 2
+        assert len(hosted) == len(jax.tree.leaves(base))
         start, *others = drawn_arrays(shapes)
         placed = jax.device_put((start, *others), program.shardings)
         assert_equal(run(program.fn, *_split(placed)), run(jax.jit(step), start, others))

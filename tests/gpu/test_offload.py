@@ -51,11 +51,15 @@ def test_parameters_come_once_for_each_phase():
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
 
 
-def test_frozen_weights_come_for_each_phase_and_never_go_back():
-    proof = verified(("frozen_weights",), 1, step=trace(*lora_chain(NUM_LAYERS, WIDTH, 8192)))
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_frozen_weights_come_for_each_phase_and_never_go_back(is_scanned):
+    """Stacks of a loop come slice by slice; the backward loop needs the first layer's, too."""
+    proof = verified(
+        ("frozen_weights",), 1, step=trace(*lora_chain(NUM_LAYERS, WIDTH, 8192, is_scanned=is_scanned))
+    )
     assert proof.compiled.host_bytes == proof.predicted.host_bytes == STATE_BYTES
-    weight_bytes = STATE_BYTES // NUM_LAYERS
-    assert copied(proof) == {FROM_HOST: (2 * NUM_LAYERS - 1, (2 * NUM_LAYERS - 1) * weight_bytes)}
+    num_copies = 2 * NUM_LAYERS - (not is_scanned)
+    assert copied(proof) == {FROM_HOST: (num_copies, num_copies * STATE_BYTES // NUM_LAYERS)}
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
 
 

@@ -9,18 +9,30 @@ import optax
 
 
 def lora_chain(
-    num_layers: int, width: int, rows: int, dtype: Any = jnp.float32, rank: int = 4
+    num_layers: int,
+    width: int,
+    rows: int,
+    dtype: Any = jnp.float32,
+    rank: int = 4,
+    is_scanned: bool = False,
 ) -> tuple[Callable[..., Any], Any, Any, Any]:
-    """A training step, and the shapes of its state, its frozen weights and its batch."""
+    """A training step, and the shapes of its state, its frozen weights and its batch; layers are unrolled, or a loop over
+    stacks."""
     update = optax.adamw(1e-3)
+
+    def layer(y, weights):
+        w, (down, up) = weights
+        return jnp.tanh(y @ w + (y @ down) @ up), None
 
     def step(state, base, x):
         adapters, moments = state
 
         def loss(adapters):
+            if is_scanned:
+                return jnp.mean(jax.lax.scan(layer, x, (base, adapters))[0] ** 2)
             y = x
-            for w, (down, up) in zip(base, adapters, strict=True):
-                y = jnp.tanh(y @ w + (y @ down) @ up)
+            for weights in zip(base, adapters, strict=True):
+                y, _ = layer(y, weights)
             return jnp.mean(y**2)
 
         value, gradients = jax.value_and_grad(loss)(adapters)
@@ -30,6 +42,11 @@ def lora_chain(
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    base = [shape(width, width)] * num_layers
-    adapters = [(shape(width, rank), shape(rank, width))] * num_layers
+    base, adapters = (
+        [shape(width, width)] * num_layers,
+        [(shape(width, rank), shape(rank, width))] * num_layers,
+    )
+    if is_scanned:
+        base = shape(num_layers, width, width)
+        adapters = shape(num_layers, width, rank), shape(num_layers, rank, width)
     return step, (adapters, jax.eval_shape(update.init, adapters)), base, shape(rows, width)

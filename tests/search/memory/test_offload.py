@@ -76,6 +76,24 @@ def test_frozen_weights_come_for_each_phase_and_never_go(is_handed_back):
     assert products[0] < fetches[WINDOW + 1]  # layer by layer
 
 
+def test_a_stack_of_frozen_weights_comes_slice_by_slice():
+    step = trace(*lora_chain(NUM_LAYERS, WIDTH, 1024, is_scanned=True))
+    rewritten = offloaded(step, of_roles(step, Role.FROZEN))
+    graph = rewritten.step.graph
+    assert not [*transfers(graph, to_host=False), *transfers(graph, to_host=True)]
+    loops = [(i, op) for i, op in enumerate(graph.ops) if op.name == "scan"]
+    assert [op.phase for _, op in loops] == [Phase.FORWARD, Phase.BACKWARD]
+    for i, loop in loops:
+        (body,) = loop.bodies["jaxpr"]
+        (fetch,) = (op for _, op in transfers(body, to_host=False))
+        assert fetch.result_values[0].shape == (WIDTH, WIDTH)
+        (before,) = step.graph.ops[rewritten.origin[i]].bodies["jaxpr"]
+        for n, op in enumerate(body.ops[1:], 1):
+            ((_, _, _, place),) = rewritten.before([(i, "jaxpr", 0, n)])
+            assert before.ops[place].outputs == op.outputs
+        assert not rewritten.before([(i, "jaxpr", 0, 0)])
+
+
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_state_rests_there_and_returns_there(clip):
     step = trace(*make(clip))
