@@ -79,8 +79,9 @@ def search(
         plan's text, `"P('model')"`. A path as `print(plan)` folds it, `"['layers'][*]['w*']"`, pins every argument that
         it matches. A `Plan` of one program pins all arguments that its step shares with this one. With stages, a spec
         is for the devices of a replica, with axes "data" and "model".
-      state: pytree paths of arguments, or of parts of them, that come back as results and are donated. By default they are
-        derived from structure and dataflow; a warning names large arguments that are in doubt.
+      state: pytree paths of arguments, or of parts of them, that come back as results and are donated, or of frozen weights
+        that do not come back. By default they are derived from structure and dataflow; a warning names large arguments that
+        are in doubt.
       remat: "never" recomputes only the parts that the step itself marks (`jax.checkpoint`). By default, if memory is
         scarce, recomputation in the backward phase is searched together with the sharding.
       stages: number of pipeline stages, each on a submesh of its own; the search chooses where each stage begins and its
@@ -99,9 +100,10 @@ def search(
         and equal stages, under "gpipe" or "circular". The default is the faster one by prediction; the plan's `executor`
         names it.
       offload: a tuple of values that rest in pinned host memory and are on the device only while they are read:
-        "optimizer_state", "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there
-        for the backward phase. "never" offloads nothing. By default all of these but paths are tried if memory is scarce.
-        With stages, state rests in the memory of its stage's host if it is named here, and nothing else is offloaded.
+        "optimizer_state", "frozen_weights", "parameters", or pytree paths of arguments, whole or their beginnings;
+        "residuals" may wait there for the backward phase. "never" offloads nothing. By default all of these but paths are
+        tried if memory is scarce. With stages, state rests in the memory of its stage's host if it is named here, and
+        nothing else is offloaded.
       time_limit_s: processor seconds for all of the search: one program (four fifths, if pipelines may follow), pipelines,
         further rounds after the compiler's objections, and the explanation if nothing fits; and seconds for the compiler.
         By default the search does a fixed amount of work, about 15 seconds on a usual machine, so that equal inputs give

@@ -121,13 +121,15 @@ def _placed(
     program: Program | PipelineProgram, args: tuple[Any, ...], step: Step, advice: str
 ) -> tuple[Any, ...]:
     """The arguments on a program's devices. Uncommitted arguments that are new in every call stay as they are: JAX transfers
-    them, and would trace and compile twice for arrays on a mesh and arrays without one."""
+    them, and would trace and compile twice for arrays on a mesh and arrays without one. Those that rest on the host are
+    placed."""
     leaves, tree = jax.tree.flatten(args)
     _check_are_there(step, leaves)
     shardings, seen = jax.tree.leaves(program.shardings), set[int]()
     moved: dict[int, Any] = {}
     for i, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        is_new = step.arguments[i].role in _GIVEN and i not in program.donated_leaves
+        is_given = step.arguments[i].role in _GIVEN and i not in program.donated_leaves
+        is_new = is_given and sharding.memory_kind != "pinned_host"
         if is_new and not getattr(x, "committed", False) and sharding.is_fully_addressable:
             continue
         leaves[i] = jnp.copy(x) if isinstance(x, jax.Array) and id(x) in seen else x
@@ -180,9 +182,14 @@ def _own(x: Any, sharding: Any) -> Any:
 def _warn_of_moves(
     program: Program | PipelineProgram, step: Step, moved: Mapping[int, Any], advice: str
 ) -> None:
-    """Warns if many bytes of arrays on several devices have to move and are not donated, so that each call moves them."""
+    """Warns if many bytes have to move and are not donated, so that each call moves them: arrays on several devices, and
+    those that rest on the host."""
     wanted, donated = jax.tree.leaves(program.shardings), program.donated_leaves
-    again = {i: x for i, x in moved.items() if i not in donated and _lies_otherwise(x, wanted[i])}
+    again = {
+        i: x
+        for i, x in moved.items()
+        if i not in donated and (wanted[i].memory_kind == "pinned_host" or _lies_otherwise(x, wanted[i]))
+    }
     num_bytes = sum(x.nbytes for x in again.values())
     everything = sum(step.graph.values[v].num_bytes for v in step.graph.inputs)
     if num_bytes >= max(LARGE_BYTES, LARGE_SHARE * everything):

@@ -37,8 +37,8 @@ from autoshard.user_warning import warn
 
 LARGE_BYTES = 1 << 20
 LARGE_SHARE = 0.05
-"""Smallest size of possible state, as a share of all arguments' bytes and not below `LARGE_BYTES`, that is worth a warning.
-Source: a choice of ours."""
+"""Smallest size of possible state or of constants, as a share of all arguments' bytes and not below `LARGE_BYTES`, that is
+worth a warning. Source: a choice of ours."""
 
 
 MAX_NAMES = 4
@@ -56,7 +56,8 @@ def traced(
     """Traces the step for a cluster's platform, to run on these devices if any are given.
 
     Warns:
-      AutoshardWarning: an op has no factor rule, code names devices, state changes its type, or a large result may be state.
+      AutoshardWarning: an op has no factor rule, code names devices, state changes its type, a large result may be state, or
+        large arrays are constants of the step.
 
     Raises:
       InputError: the step cannot be traced, returns nothing, or uses cuDNN's attention on CPUs.
@@ -80,7 +81,7 @@ def traced(
             f"{name} has no factor rule and is computed in full on every device ({count} in the step, first {where}). "
             "To say how it splits, wrap it in jax.experimental.custom_partitioning with a sharding_rule"
         )
-    for said in filter(None, (_left_out(graph), _retyped(graph), _doubts(graph))):
+    for said in filter(None, (_left_out(graph), _retyped(graph), _doubts(graph), _closed_over(graph))):
         warn(said)
     return graph
 
@@ -143,6 +144,21 @@ def _doubts(step: Step) -> str:
         f"{format_bytes(sum(sizes))} of what {step.name} returns may replace arguments of it, but that is not certain: "
         f"{step.results[result]} may be the new {' or '.join(names[:3])}. Both are held, and may rest apart. If it is, "
         f"say so: state={names[0]!r}"
+    )
+
+
+def _closed_over(step: Step) -> str:
+    """The warning about large arrays that are constants of the step; empty without such arrays."""
+    held = [graph.values[v] for _, graph in walk(step.graph) for v, _ in graph.constants]
+    everything = sum(step.graph.values[v].num_bytes for v in step.graph.inputs)
+    num_bytes = sum(value.num_bytes for value in held)
+    if num_bytes < max(LARGE_BYTES, LARGE_SHARE * everything):
+        return ""
+    largest = max(held, key=lambda value: value.num_bytes)
+    return (
+        f"{step.name} closes over {format_bytes(num_bytes)} of arrays, the largest of shape {largest.shape}: they are "
+        "constants of its program, so that they cannot rest split or on the host. If they are frozen weights, pass them as "
+        "an argument"
     )
 
 

@@ -47,7 +47,8 @@ class HostArguments:
             if not self.of_kinds([kind]):
                 raise InputError(
                     f"offload={kinds}: {self.step.name} has no {kind} that can rest on the host, of "
-                    f"{format_bytes(MIN_BYTES)} or more and handed on by nothing but its own new values. Leave it out, or "
+                    f"{format_bytes(MIN_BYTES)} or more and handed on by nothing but its own new values. A batch cannot; a "
+                    "frozen weight that looks like one is named by state=. Leave it out, or "
                     f"name some of {(*OFFLOADED, RESIDUALS)} or the path of an argument{self._such_as()}"
                 )
         return self.of_kinds(kinds)

@@ -18,9 +18,16 @@ DEFAULT_TIME_LIMIT_S = 15.0
 """Nominal seconds (`search.solver.clock`) for all meshes together. The part that is not proven by then is the plan's
 gap."""
 
-OFFLOADED = MappingProxyType({"optimizer_state": Role.OPTIMIZER_STATE, "parameters": Role.PARAMETER})
-"""Kinds of arguments that may rest in host memory, by the names that users give. The kind that is read least often
-comes first."""
+OFFLOADED = MappingProxyType(
+    {
+        "optimizer_state": Role.OPTIMIZER_STATE,
+        "frozen_weights": Role.FROZEN,
+        "parameters": Role.PARAMETER,
+    }
+)
+"""Kinds of arguments that may rest in host memory, by the names that users give. The kind that is copied least often comes
+first: an optimizer's state comes and goes once a step, frozen weights come for each phase that reads them, parameters come
+as often and go once."""
 
 RESIDUALS = "residuals"
 """The name that users give to residuals that are offloaded until the backward phase."""

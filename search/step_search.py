@@ -373,6 +373,8 @@ class StepSearch:
         held_bytes = min(memory.least_bytes(kept) for memory, kept in pinned)
         least, kinds, best_hosted = None, list[str](), self.trials.hosted
         for kind in OFFLOADED:
+            if not self.host_arguments.is_worth_moving(self.host_arguments.of_kinds([kind])):
+                continue
             kinds.append(kind)
             hosted = self.host_arguments.of_kinds(kinds)
             is_wanted = (
@@ -380,7 +382,7 @@ class StepSearch:
                 if self.best
                 else not self.host_arguments.is_too_much(hosted, self.working_bytes)
             )
-            if not is_wanted or not self.host_arguments.is_worth_moving(hosted - self.trials.hosted):
+            if not is_wanted:
                 continue
             self.trials.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")

@@ -17,7 +17,16 @@ from autoshard.search.plan.values import PlanValues
 LANES = ("forward", "recomputation", "backward", "update")
 """The order of the lanes that compute; the others follow by name."""
 
-KINDS = ("parameters", "optimizer_state", "other_state", "batch", "gradients", "residuals", "temporaries")
+KINDS = (
+    "parameters",
+    "frozen_weights",
+    "optimizer_state",
+    "other_state",
+    "batch",
+    "gradients",
+    "residuals",
+    "temporaries",
+)
 """Kinds of residents from the bottom of the chart to its top: first those that are there before the step and after it."""
 
 SHOWN_CAP = 1.6

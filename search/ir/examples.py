@@ -7,7 +7,9 @@ in the loss. The first dim of a frozen weight or table differs from a batch's in
 * it meets a later dim of an argument: a matrix's rows meet the features, a bias meets the matrix's columns;
 * a look-up, a slice per layer, a cut, or a contraction with a constant consumes it before any other argument meets it.
 
-If no argument is a batch by these rules, as in a graph network whose nodes read one another, none is taken for frozen.
+Dims of size one meet nothing. So if no argument is a batch by these rules, it may be one example: an argument whose first
+dim has size one, and is not indexed away. If there is none either, as in a graph network whose nodes read one another, none
+is taken for frozen.
 """
 
 from collections import defaultdict
@@ -34,13 +36,29 @@ def read_whole(graph: Graph, candidates: Sequence[int]) -> frozenset[int]:
     given = [following.begin(graph.values[v].shape) for v in graph.inputs]
     following.through(graph, given, [True] * len(given))
     read_in = reading_phases(graph)
-    examples = {
-        i
-        for i in candidates
-        if read_in[graph.inputs[i]] != {Phase.UPDATE} and following.is_batch(given[i][0])
-    }
-    has_batch = any(Phase.FORWARD in read_in[graph.inputs[i]] for i in examples)
-    return frozenset(candidates) - examples if has_batch else frozenset()
+    read = [i for i in candidates if read_in[graph.inputs[i]] != {Phase.UPDATE}]
+    many = {i for i in read if following.is_batch(given[i][0])}
+    single = {i for i in read if _is_single(graph, graph.inputs[i])}
+    for examples in (many, single):
+        if any(Phase.FORWARD in read_in[graph.inputs[i]] for i in examples):
+            return frozenset(candidates) - examples
+    return frozenset()
+
+
+def _is_single(graph: Graph, argument: int) -> bool:
+    """True if an argument may be one example: its first dim has size one and others are larger, and no forward op takes the
+    first dim away before another argument is met."""
+    shape = graph.values[argument].shape
+    if shape[0] != 1 or max(shape) == 1:
+        return False
+    there = {argument}
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD and not there.isdisjoint(op.operands):
+            if op.bodies or (op.name == "squeeze" and 0 in op.params["dimensions"]):
+                return False
+            if there.issuperset(op.operands):
+                there.update(v for v in op.outputs if graph.values[v].shape[:1] == (1,))
+    return True
 
 
 def reading_phases(graph: Graph) -> defaultdict[int, set[Phase]]:

@@ -40,7 +40,7 @@ class Role(StrEnum):
     STATE = "state"
     """Other state: step counters, running statistics."""
     FROZEN = "frozen"
-    """Arguments that the step does not return and that hold no examples: frozen weights, tables, masks."""
+    """Weights, tables and masks that the step reads and does not change."""
     BATCH = "batch"
     KEY = "key"
 

@@ -1,8 +1,16 @@
 """The roles of a step's arguments.
 
 A floating-point state leaf that the forward or backward phase reads and the update phase replaces is a parameter. One that
-only the update phase reads is optimizer state. Arguments that no result replaces are the batch if they hold examples
-(`examples`) or are scalars, which come with each call; other arrays are frozen.
+only the update phase reads is optimizer state. *Frozen* are weights, tables and masks that the step reads and does not
+change, whichever way they come:
+
+* as state that comes back as it was: an untrained subtree, or variables of an `nnx.Module` outside of its optimizer. Adding
+  zeros changes nothing (`identities`); `optax.set_to_zero` does that.
+* as arguments that no result replaces and that hold no examples (`examples`).
+* as arguments that the user declares as state (`state=`) and that no result replaces.
+
+Other arguments that no result replaces are the batch. So are scalars, which come with each call. Scalars that come back are
+state, changed or not, and so are integers that the step changes. A random key is a key.
 """
 
 from collections.abc import Set as AbstractSet
@@ -31,16 +39,17 @@ def roles(graph: Graph, found: Successors, held: AbstractSet[int] = frozenset())
     new_phase = {i: made_in.get(atom) for i, atom in new.items() if isinstance(atom, int)}
 
     def role(i: int, v: int) -> Role:
-        if _jax.is_key_dtype(graph.values[v].dtype):
+        value = graph.values[v]
+        if _jax.is_key_dtype(value.dtype):
             return Role.KEY
         if i not in new and i not in held:
             return Role.FROZEN if i in frozen else Role.BATCH
-        if not _jax.is_inexact(graph.values[v].dtype):
+        if new.get(i, v) == v:
+            return Role.FROZEN if value.shape else Role.STATE
+        if not _jax.is_inexact(value.dtype):
             return Role.STATE
-        is_changed = new.get(i, v) != v
-        phases = read_in[v]
-        if phases <= {Phase.UPDATE}:
-            return Role.OPTIMIZER_STATE if is_changed else Role.PARAMETER
-        return Role.PARAMETER if not is_changed or new_phase.get(i) is Phase.UPDATE else Role.STATE
+        if read_in[v] <= {Phase.UPDATE}:
+            return Role.OPTIMIZER_STATE
+        return Role.PARAMETER if new_phase.get(i) is Phase.UPDATE else Role.STATE
 
     return tuple(role(i, v) for i, v in enumerate(graph.inputs))

@@ -27,7 +27,7 @@ Only a new leaf of the old one's shape and dtype can reuse its memory. Others ar
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from types import MappingProxyType
@@ -68,11 +68,13 @@ class Successors:
       replaces: per flat result, the flat argument of its shape and dtype that it replaces, or None.
       retyped: results that replace an argument of another shape or dtype, each with that argument.
       doubtful: results that may be state, each with the arguments that they may replace.
+      read_only: arguments that the user declares as state and that the step does not change.
     """
 
     replaces: tuple[int | None, ...]
     retyped: tuple[tuple[int, int], ...] = ()
     doubtful: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    read_only: tuple[int, ...] = ()
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -100,7 +102,7 @@ def successors(
       state: paths of arguments that the user declares as state.
 
     Raises:
-      InputError: a declared argument does not exist, or no result has its structure and shapes.
+      InputError: a declared argument does not exist, or results are computed from it and none has its structure and shapes.
     """
     arguments, results = _arguments(in_tree, names), _subtrees(out_tree)
     pairing = _Pairing(graph, arguments, results, dict(certain), set(certain.values()))
@@ -111,7 +113,9 @@ def successors(
     found = [pairing.replaces.get(o) for o in range(out_tree.num_leaves)]
     replaces = (i if i is None or pairing.keeps_type(i, o) else None for o, i in enumerate(found))
     retyped = ((o, i) for o, i in enumerate(found) if i is not None and not pairing.keeps_type(i, o))
-    return Successors(tuple(replaces), tuple(retyped), tuple(pairing.doubtful()))
+    return Successors(
+        tuple(replaces), tuple(retyped), tuple(pairing.doubtful()), tuple(sorted(pairing.read_only))
+    )
 
 
 # --- subtrees
@@ -188,6 +192,7 @@ class _Pairing:
       results: all subtrees of the result, the whole first.
       replaces: the argument that each paired flat result replaces.
       taken: the arguments that are paired.
+      read_only: the declared arguments that no result replaces.
     """
 
     graph: Graph
@@ -195,6 +200,7 @@ class _Pairing:
     results: list[_Subtree]
     replaces: dict[int, int]
     taken: set[int]
+    read_only: set[int] = field(default_factory=set[int])
 
     def pair_all(self) -> None:
         """Pairs all results that the evidence allows."""
@@ -224,7 +230,7 @@ class _Pairing:
         return {new: path for new, path in found.items() if path}
 
     def pair_named(self, name: str, names: Sequence[str]) -> None:
-        """Pairs an argument that the user declares as state."""
+        """Pairs an argument that the user declares as state; one of which no result is a new value is read only."""
         named = [i for i, n in enumerate(names) if n == name or n.startswith((f"{name}[", f"{name}."))]
         whole = [a for a in self.arguments if named and list(a.leaves) == named]
         if not whole:
@@ -233,7 +239,11 @@ class _Pairing:
                 f"state {name!r} is no argument; they are {', '.join(tops)}. Name one by its pytree path",
                 section="a-wrong-name",
             )
-        fits = [(a, r) for a in whole for r in self.results if self._is_free(a, r) and self._are_alike(a, r)]
+        alike = [(a, r) for a in whole for r in self.results if self._is_free(a, r) and self._are_alike(a, r)]
+        fits = [(a, r) for a, r in alike if self._may_replace(a, r)]
+        if not fits and self._is_read_only(named):
+            self.read_only.update(named)
+            return
         if not fits:
             raise InputError(
                 f"state {name!r} does not come back: no result has its structure and shapes. Return it as it came"
@@ -248,6 +258,22 @@ class _Pairing:
                     -p[1].leaves.start,
                 ),
             )
+        )
+
+    def _may_replace(self, argument: _Subtree, result: _Subtree) -> bool:
+        """False if a result is the new value of another argument, and depends on this one through gradients at most."""
+        old = sum(1 << i for i in argument.leaves)
+        made = [self.graph.outputs[o] for o in result.leaves if self._is_value(o)]
+        is_of_another = any(self._lineages.get(v, NONE).continued & ~old for v in made)
+        return not is_of_another or any(self._sources.get(v, 0) & old for v in made)
+
+    def _is_read_only(self, arguments: Sequence[int]) -> bool:
+        """True if arguments have dims and no result continues any."""
+        continued = 0
+        for v in self.graph.made:
+            continued |= self._lineages.get(v, NONE).continued
+        return all(
+            self.graph.values[self.graph.inputs[i]].shape and not continued >> i & 1 for i in arguments
         )
 
     def doubtful(self) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -6,6 +6,7 @@ phases, `state` the state, `roles` the roles of arguments. The trace also rewrit
 * *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. JAX lowers a differentiated `checkpoint` behind an
   optimization barrier, so that XLA cannot share the recomputation with the forward phase; the graph has this barrier, too.
 * *Weak types* are dropped: a conversion that changes nothing else is removed.
+* *Updates by zeros* are removed (`identities`).
 * *Loops of no steps* are replaced by their carry, so that no later pass meets one.
 * *Products of ragged groups* are expanded into dense ones, as the compiler does.
 * *Collectives over a named axis of `vmap`* become reductions over the dimension that the axis has become.
@@ -32,6 +33,7 @@ from autoshard.cost_model.errors import InputError, first_line
 from autoshard.search.ir import _jax, _jax_kernels, in_place, own_meshes
 from autoshard.search.ir.factors import has_rule
 from autoshard.search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify, without_dead_ops
+from autoshard.search.ir.identities import without_zero_updates
 from autoshard.search.ir.phases import with_phases
 from autoshard.search.ir.roles import roles
 from autoshard.search.ir.sinking import sunk
@@ -73,7 +75,7 @@ def trace_call(
       step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
       args: its arguments, or their shapes: pytrees of arrays or `jax.ShapeDtypeStruct`.
       kwargs: its keyword arguments, or their shapes.
-      state: paths of arguments that come back as results, if that is not evident.
+      state: paths of arguments that come back as results, or are frozen weights, if that is not evident.
 
     Returns:
       The traced step.
@@ -100,10 +102,12 @@ def trace_call(
         held = frozenset(out_shape.left)
         graph, out_shape = in_place.changed_only(graph, out_shape)
         certain = in_place.successors(out_shape)
-    graph, out_tree = with_phases(sunk(graph)), jax.tree.structure(out_shape)
+    graph, out_tree = without_zero_updates(with_phases(sunk(graph))), jax.tree.structure(out_shape)
     verify(graph)
     found = successors(graph, in_tree, out_tree, names, certain, state)
-    arguments = tuple(Argument(n, r) for n, r in zip(names, roles(graph, found, held), strict=True))
+    arguments = tuple(
+        Argument(n, r) for n, r in zip(names, roles(graph, found, held.union(found.read_only)), strict=True)
+    )
     return Step(
         name,
         graph,

@@ -16,7 +16,7 @@ Here, the earlier one is the last before the *window*, which limits the bytes in
 hides more transfers, and takes more memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,7 +89,11 @@ class _Use:
 
 
 def fetches(
-    graph: Graph, on_host: Sequence[int], residuals: Sequence[int], new_state: Mapping[int, Atom]
+    graph: Graph,
+    on_host: Sequence[int],
+    residuals: Sequence[int],
+    new_state: Mapping[int, Atom],
+    sliced: Set[tuple[int, int]] = frozenset(),
 ) -> Fetches:
     """Plans the fetches.
 
@@ -98,8 +102,9 @@ def fetches(
       on_host: the inputs that rest in the host's memory.
       residuals: values of the forward phase that are offloaded until the backward phase.
       new_state: by input, the output that replaces it in the next step.
+      sliced: loops, by number, that fetch slices of an input by themselves, each with this input.
     """
-    planning = _Planning(graph, on_host, new_state)
+    planning = _Planning(graph, on_host, new_state, sliced)
     forward = planning.of_phase(Phase.FORWARD, on_host)
     backward = planning.of_phase(Phase.BACKWARD, [*on_host, *residuals])
     updates = list(planning.updates())
@@ -110,16 +115,22 @@ def fetches(
 class _Planning:
     """The fetches of one graph."""
 
-    def __init__(self, graph: Graph, on_host: Sequence[int], new_state: Mapping[int, Atom]) -> None:
-        self.graph, self.on_host, self.new_state = graph, on_host, new_state
+    def __init__(
+        self,
+        graph: Graph,
+        on_host: Sequence[int],
+        new_state: Mapping[int, Atom],
+        sliced: Set[tuple[int, int]],
+    ) -> None:
+        self.graph, self.on_host, self.new_state, self.sliced = graph, on_host, new_state, sliced
         self.maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
 
     @cached_property
     def uses(self) -> dict[int, list[int]]:
-        """By value: the ops that read it."""
+        """By value: the ops that read it whole."""
         found: dict[int, list[int]] = {}
         for i, op in enumerate(self.graph.ops):
-            for v in dict.fromkeys(op.operands):
+            for v in (v for v in dict.fromkeys(op.operands) if (i, v) not in self.sliced):
                 found.setdefault(v, []).append(i)
         return found
 

@@ -2,22 +2,24 @@
 
 The rewritten step is a step like any other: its copies are ops (`device_put`), so that strategies, costs, live ranges, the
 executor and the compiler need know little of it. An offloaded value is fetched once for each phase that reads it, and new
-state is stored on the host as soon as it is made. `search.memory.fetches` plans the times, and a barrier
-(`optimization_barrier`) delays each fetch. Later readers of a barrier's other operands read the barrier's results: the
-compiler removes results that no op reads (XLA:GPU, measured). (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari
-et al. 2021, offload whole optimizers and layers.)
+state is stored on the host as soon as it is made. Frozen weights are only fetched: the host's array stays as it is. A
+loop that goes through a stack of them fetches a slice in each iteration.
+
+`search.memory.fetches` plans the times, and a barrier (`optimization_barrier`) delays each fetch. Later readers of a
+barrier's other operands read the barrier's results: the compiler removes results that no op reads (XLA:GPU, measured).
+(ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari et al. 2021, offload whole optimizers and layers.)
 
 Ops keep their order, except updates: each moves to its gradient, because late updates would hold all gradients.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from autoshard.search.ir.graph import Graph, Op, Phase, Role, Site, Step, Value, verify
+from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, verify
 from autoshard.search.memory.fetches import Fetch, fetches
 from autoshard.search.memory.written import Written
 
@@ -29,15 +31,24 @@ MIN_BYTES = 1 << 16
 
 
 def may_rest_on_host(step: Step) -> dict[int, Role]:
-    """The arguments that can be offloaded and are not yet, with their roles: large state that the step replaces and does not
-    return."""
-    graph, replaced = step.graph, {r for r in step.replaces if r is not None}
-    handed_on = {*graph.made}
+    """The arguments that can be offloaded and are not yet, with their roles: large frozen weights, and large state that
+    comes back as nothing but its new values."""
+    graph = step.graph
+    replaced, elsewhere = {r for r in step.replaces if r is not None}, _results_elsewhere(step)
     return {
-        i: step.arguments[i].role
-        for i, v in enumerate(graph.inputs)
-        if i in replaced and v not in handed_on and _is_large_on_device(graph.values[v])
+        i: argument.role
+        for i, (v, argument) in enumerate(zip(graph.inputs, step.arguments, strict=True))
+        if (i in replaced or argument.role is Role.FROZEN)
+        and v not in elsewhere
+        and _is_large_on_device(graph.values[v])
     }
+
+
+def _results_elsewhere(step: Step) -> set[Atom]:
+    """The results, except for arguments that come back in their own places."""
+    inputs = step.graph.inputs
+    results = zip(step.graph.outputs, step.replaces, strict=True)
+    return {a for a, r in results if isinstance(a, int) and (r is None or inputs[r] != a)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +65,21 @@ class Offloaded:
 
     def before(self, sites: Iterable[Site]) -> frozenset[Site]:
         """The sites of ops before the rewrite; copies are left out."""
-        return frozenset((self.origin[s[0]], *s[1:]) for s in sites if self.origin[s[0]] >= 0)
+        found = (self._before(s) for s in sites if self.origin[s[0]] >= 0)
+        return frozenset(site for site in found if site is not None)
+
+    def _before(self, site: Site) -> Site | None:
+        at, *inner = site
+        if inner and (num_copies := _num_copies(self.step.graph.ops[at])):
+            param, body, place, *rest = inner
+            return None if place < num_copies else (self.origin[at], param, body, place - num_copies, *rest)
+        return (self.origin[at], *inner)
+
+
+def _num_copies(loop: Op) -> int:
+    """The number of ops at the beginning of a loop's body that fetch slices of stacks from the host."""
+    ops = loop.bodies["jaxpr"][0].ops if loop.name == "scan" else ()
+    return next((n for n, op in enumerate(ops) if not (op.is_transfer and op.scope == SCOPE)), len(ops))
 
 
 def _is_large_on_device(value: Value) -> bool:
@@ -93,11 +118,13 @@ class _Rewriting:
         self.graph = step.graph
         on_host = [self.graph.inputs[i] for i in sorted(hosted)]
         outputs = zip(self.graph.outputs, step.replaces, strict=True)
-        new_state = {self.graph.inputs[r]: a for a, r in outputs if r is not None}
+        new_state = {v: a for a, r in outputs if r is not None and (v := self.graph.inputs[r]) != a}
         waiting = [v for v in sorted(residuals) if may_wait(self.graph, v)]
-        self.stored = {a for v in on_host if isinstance(a := new_state[v], int)} | set(waiting)
+        self.stored = {a for v in on_host if isinstance(a := new_state.get(v), int)} | set(waiting)
         self.new_state = frozenset(a for a in new_state.values() if isinstance(a, int))
-        self.plan = fetches(self.graph, on_host, waiting, new_state)
+        frozen = {v for v in on_host if v not in new_state}
+        self.sliced = _sliced(self.graph, frozen)
+        self.plan = fetches(self.graph, on_host, waiting, new_state, self.sliced)
         self.pauses = {**self.plan.departures, **self.plan.pauses}
         values = list(self.graph.values)
         for v in on_host:
@@ -110,7 +137,7 @@ class _Rewriting:
 
     def run(self) -> Graph:
         """The graph with its copies."""
-        for what in _order(self.graph, self.plan.fetches, self.plan.pauses):
+        for what in _order(self.graph, self.plan.fetches, self.plan.pauses, self.sliced):
             if isinstance(what, Fetch):
                 self._fetch(what)
             else:
@@ -126,9 +153,14 @@ class _Rewriting:
         op = self.graph.ops[n]
         if op.phase is not Phase.UPDATE:
             self._pause(op)
-        inputs = tuple(self._read(a, op.phase) if isinstance(a, int) else a for a in op.inputs)
+        slices = [k for k, a in enumerate(op.inputs) if isinstance(a, int) and (n, a) in self.sliced]
+        inputs = tuple(
+            self._read(a, op.phase) if isinstance(a, int) and k not in slices else a
+            for k, a in enumerate(op.inputs)
+        )
         self.origin[len(self.written.ops)] = n
-        self.written.ops.append(op if inputs == op.inputs else replace(op, inputs=inputs))
+        op = op if inputs == op.inputs else replace(op, inputs=inputs)
+        self.written.ops.append(_fetching_slices(op, slices) if slices else op)
         for v in op.outputs:
             if v in self.stored:
                 self.on_host[v] = self._copied(v, to_host, op)
@@ -166,6 +198,33 @@ class _Rewriting:
         return made
 
 
+def _sliced(graph: Graph, stacks: Set[int]) -> frozenset[tuple[int, int]]:
+    """The loops, by number, that read stacks slice by slice, each with such a stack."""
+    found: set[tuple[int, int]] = set()
+    for n, op in enumerate(graph.ops):
+        if op.name == "scan":
+            first = sum(op.loop_counts)
+            found.update((n, v) for v in op.inputs[first:] if v in stacks and v not in op.inputs[:first])
+    return frozenset(found)
+
+
+def _fetching_slices(loop: Op, stacks: Sequence[int]) -> Op:
+    """The loop with the slices of these operands on the host; its body begins with their copies to the device."""
+    (body,) = loop.bodies["jaxpr"]
+    written = Written(body.values, SCOPE)
+    like, there = replace(loop, likes=None), dict[int, Atom]()
+    for v in (body.inputs[k] for k in stacks):
+        written.values[v] = replace(written.values[v], is_on_host=True)
+        there[v] = written.write(to_device, [v], like)
+    ops = [
+        replace(op, inputs=tuple(there.get(a, a) if isinstance(a, int) else a for a in op.inputs))
+        for op in body.ops
+    ]
+    outputs = tuple(there.get(a, a) if isinstance(a, int) else a for a in body.outputs)
+    fetching = replace(body, values=tuple(written.values), ops=(*written.ops, *ops), outputs=outputs)
+    return replace(loop, bodies={**loop.bodies, "jaxpr": (fetching,)})
+
+
 def to_host(x: Any) -> Any:
     """A copy in the host's memory."""
     return jax.device_put(x, jax.memory.Space.Host)
@@ -177,7 +236,10 @@ def to_device(x: Any) -> Any:
 
 
 def _order(
-    graph: Graph, planned: Iterable[Fetch], pauses: Mapping[int, tuple[int, ...]]
+    graph: Graph,
+    planned: Iterable[Fetch],
+    pauses: Mapping[int, tuple[int, ...]],
+    sliced: Set[tuple[int, int]],
 ) -> Iterator[int | Fetch]:
     """Ops, by number, and fetches, in their new order: program order, except for delayed ops and for updates."""
     maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
@@ -190,7 +252,8 @@ def _order(
             continue
         op = graph.ops[node]
         paused = [t for v in op.operands if op.phase is Phase.BACKWARD for t in pauses.get(v, ())]
-        made = (fetched.get((v, op.phase), maker.get(v, -1)) for v in (*op.operands, *paused))
+        read = (v for v in (*op.operands, *paused) if (node, v) not in sliced)
+        made = (fetched.get((v, op.phase), maker.get(v, -1)) for v in read)
         needs[n] = {m for m in made if m >= 0}
     yield from (nodes[n] for n in _sorted(needs, _ranks(graph, nodes, needs, maker)))
 

@@ -81,8 +81,9 @@ def hosted(step: Step, decisions: Sharding, place: str) -> frozenset[int]:
         if not is_there and decisions.arguments.get(argument.name, "").endswith(ON_HOST):
             if i not in may:
                 raise PlanError(
-                    f"{place}: {argument.name} cannot rest on the host: it is no state of the step, is a result of it as it "
-                    f"was, or takes less than {format_bytes(MIN_BYTES)}. Leave out {ON_HOST!r}"
+                    f"{place}: {argument.name} cannot rest on the host: it is neither state of the step nor a frozen "
+                    f"weight, is another result of it as it was, or takes less than {format_bytes(MIN_BYTES)}. Leave out "
+                    f"{ON_HOST!r}"
                 )
             found.add(i)
     return frozenset(found)

@@ -27,6 +27,7 @@ class Resident(StrEnum):
     """The kinds of arrays in memory."""
 
     PARAMETERS = "parameters"
+    FROZEN_WEIGHTS = "frozen_weights"
     OPTIMIZER_STATE = "optimizer_state"
     OTHER_STATE = "other_state"
     BATCH = "batch"
@@ -40,7 +41,7 @@ _RESIDENT_OF = {
     Role.OPTIMIZER_STATE: Resident.OPTIMIZER_STATE,
     Role.STATE: Resident.OTHER_STATE,
     Role.KEY: Resident.OTHER_STATE,
-    Role.FROZEN: Resident.PARAMETERS,
+    Role.FROZEN: Resident.FROZEN_WEIGHTS,
     Role.BATCH: Resident.BATCH,
 }
 

@@ -113,7 +113,7 @@ def test_a_cap_that_nothing_fits():
         ),
         (
             ("weights",),
-            r"has no weights that can .* some of \('optimizer_state', 'parameters', 'residuals'\) or the path",
+            r"has no weights that can .* some of \('optimizer_state', 'frozen_weights', 'parameters', .*\) or the path",
         ),
         (("optimizer_state",), "has no optimizer_state that can rest on the host, of 64 KiB or more"),
     ],

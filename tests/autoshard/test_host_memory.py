@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard import placing
 from autoshard.search.ir.trace import trace
+from tests.search.lora import lora_chain
 
 pytestmark = pytest.mark.devices
 
@@ -61,6 +63,39 @@ def test_state_on_the_host_stays_there_and_trains_as_on_one_device(put, device, 
         (wanted, loss), (got, own) = jax.jit(step)(wanted, X), planned(got, X)
         assert kinds(got) == kinds(wanted)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), (got, own), (wanted, loss))
+
+
+def frozen_step():
+    """A step with frozen weights on the host, and arrays for it."""
+    step, *shapes = lora_chain(num_layers=2, width=256, rows=16)
+    rng = np.random.default_rng(0)
+    arrays = jax.tree.map(lambda s: (rng.standard_normal(s.shape) / 16).astype(s.dtype), shapes)
+    return step, autoshard.parallelize(step, offload=("frozen_weights",), mesh=(8,)), arrays
+
+
+def test_frozen_weights_are_placed_on_the_host_once():
+    step, planned, (state, base, x) = frozen_step()
+    _, on_host, _ = planned.in_shardings(state, base, x)
+    base = jax.device_put(base, on_host)
+    assert kinds(base) == ["pinned_host"] * 2
+    wanted, got = state, jax.tree.map(jnp.copy, state)
+    for _ in range(2):
+        (wanted, loss), (got, own) = jax.jit(step)(wanted, base_of(base), x), planned(got, base, x)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), (got, own), (wanted, loss)
+        )
+    assert set(kinds(got)) == {"device"}
+
+
+def base_of(base):
+    return jax.tree.map(np.asarray, base)
+
+
+def test_frozen_weights_that_move_to_the_host_in_each_call_are_warned_of(monkeypatch):
+    monkeypatch.setattr(placing, "LARGE_BYTES", 1)
+    _, planned, args = frozen_step()
+    with pytest.warns(autoshard.AutoshardWarning, match=r"move in each call: base\[0\], base\[1\]"):
+        planned(*args)
 
 
 def test_each_array_of_a_tree_that_is_put_elsewhere_is_a_copy_of_its_own():

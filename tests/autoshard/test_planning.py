@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autoshard
@@ -73,3 +74,16 @@ def test_cpus_that_simulate_gpus_have_no_attention_of_cudnn(options):
         step(jnp.zeros(WIDE.shape, WIDE.dtype))
     with pytest.raises(InputError, match=r"test_planning.py:\d+ runs on NVIDIA GPUs only, not on CPUs"):
         step.init(lambda: attended(jnp.zeros(WIDE.shape, WIDE.dtype)))
+
+
+def test_large_arrays_that_the_step_closes_over_are_named():
+    weights = [np.ones((512, 512), np.float32), np.ones((512, 512), np.float32)]
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.mean((x @ weights[0] @ weights[1] @ w) ** 2))(w)
+
+    shapes = jax.ShapeDtypeStruct((512, 4), jnp.float32), jax.ShapeDtypeStruct((8, 512), jnp.float32)
+    with pytest.warns(
+        autoshard.AutoshardWarning, match=r"closes over 2 MiB of arrays, the largest of shape \(512, 512\)"
+    ):
+        traced(step, parse_cluster("1xH100-80GB"), shapes, {})

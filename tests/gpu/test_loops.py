@@ -16,7 +16,7 @@ from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
 from tests.search.recurrence import recurrence
 
-from .compiled import COLLECTIVES_ALONE, HURRY
+from .compiled import COLLECTIVES_ALONE
 
 SHARE = 0.12
 """By how much a peak may be off. Source: the spread of `benchmarks.truth`."""
@@ -67,7 +67,7 @@ def test_a_recurrence_in_segments_holds_as_much_as_predicted(num_devices, length
     step = trace(*recurrence(length, 512, 512))
     found = driver.find(step, cluster, Options(cap_bytes, (num_devices,), microbatches=1, offload="never"))
     assert "in segments of" in found.plan.retention["forward scan"]
-    verifier = CompilerVerifier(cluster, Compiler(flags=HURRY), lambda line: None)
+    verifier = CompilerVerifier(cluster, Compiler(), lambda line: None)
     proof = verifier.verified(found, full=True)
     assert proof.compiled.peak_bytes <= cap_bytes
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)

@@ -12,6 +12,7 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
 from tests.search.adamw import adamw_chain
+from tests.search.lora import lora_chain
 
 NUM_LAYERS, WIDTH = 12, 1024
 """So many layers that an activation more or less, which the scheduler decides, is a small share of a peak."""
@@ -21,8 +22,8 @@ SHARE = 0.12
 """By how much a peak may be off. Source: the spread of `benchmarks.truth`."""
 
 
-def verified(offload, num_devices=8, cap_bytes=80 << 30, clip=False, num_layers=NUM_LAYERS):
-    step = trace(*adamw_chain(num_layers, WIDTH, 8192, 1.0 if clip else None))
+def verified(offload, num_devices=8, cap_bytes=80 << 30, clip=False, num_layers=NUM_LAYERS, step=None):
+    step = step or trace(*adamw_chain(num_layers, WIDTH, 8192, 1.0 if clip else None))
     cluster = parse_cluster(f"{num_devices}xH100-80GB")
     options = Options(cap_bytes, (num_devices,), remat="never", offload=offload, microbatches=1)
     found = find(step, cluster, options)
@@ -48,6 +49,19 @@ def test_parameters_come_once_for_each_phase():
     assert copied(proof)[TO_HOST] == (3 * NUM_LAYERS, 3 * STATE_BYTES // 8)
     assert copied(proof)[FROM_HOST][0] == 5 * NUM_LAYERS - 1  # nothing is propagated into the batch
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_frozen_weights_come_for_each_phase_and_never_go_back(is_scanned):
+    """Stacks of a loop come slice by slice; the backward loop needs the first layer's, too."""
+    proof = verified(
+        ("frozen_weights",), 1, step=trace(*lora_chain(NUM_LAYERS, WIDTH, 8192, is_scanned=is_scanned))
+    )
+    assert proof.compiled.host_bytes == proof.predicted.host_bytes == STATE_BYTES
+    num_copies = 2 * NUM_LAYERS - (not is_scanned)
+    assert copied(proof) == {FROM_HOST: (num_copies, num_copies * STATE_BYTES // NUM_LAYERS)}
+    if is_scanned:
+        assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.step_search import StepSearch
 from tests.search.adamw import adamw_chain
+from tests.search.lora import lora_chain
 
 CLUSTER = parse_cluster("1xH100-80GB")
 STEP = trace(*adamw_chain(num_layers=8, width=1024, rows=64))
@@ -47,6 +48,18 @@ def test_then_the_parameters():
     assert len(hosted(plan)) == 3 * 8
     assert plan.estimates.host_bytes == 3 * STATE_BYTES
     assert plan.estimates.peak_bytes <= plan.memory_bytes
+
+
+def test_frozen_weights_go_before_what_is_trained():
+    """The adapters and their moments take next to nothing, and stay."""
+    step = trace(*lora_chain(num_layers=8, width=1024, rows=64))
+    plan = found(0.8, step=step)
+    assert sorted(hosted(plan)) == [f"base[{i}]" for i in range(8)]
+    assert plan.estimates.host_bytes == STATE_BYTES
+    assert plan.estimates.peak_bytes <= plan.memory_bytes
+    copied_s = float(CLUSTER.host_link.copy_s(STATE_BYTES // 8))
+    assert plan.estimates.transfer_s == pytest.approx((8 + 7) * copied_s)  # for each phase, none back
+    assert hosted(found(10.0, step=step, offload=("frozen_weights",))) == hosted(plan)
 
 
 def test_what_is_certified_of_a_plan_on_the_host_holds_on_all_meshes():

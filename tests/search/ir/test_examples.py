@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from autoshard.search.ir.trace import trace
@@ -126,6 +127,22 @@ def test_where_no_argument_looks_like_a_batch_none_is_taken_for_weights(name):
         "one by one": (accumulated, f32(4, 8, 16), f32(4, 8, 16)),
     }[name]
     assert frozen(step, f32(16, 16), *args) == []
+
+
+def test_a_batch_of_one_example():
+    """Its dims meet nothing, and positions read one another; all the same it is no weight, and weights are none of it."""
+
+    def step(w, weights, x):
+        def loss(w):
+            h = weights["embedding"][x[:, :-1]]
+            h = jax.nn.softmax(jnp.einsum("btd,bsd->bts", h, h)) @ h @ weights["kernel"] @ w
+            return optax.softmax_cross_entropy_with_integer_labels(h, x[:, 1:]).mean()
+
+        return descended(loss, w)
+
+    weights = {"embedding": f32(100, 16), "kernel": f32(16, 16)}
+    found = frozen(step, f32(16, 100), weights, i32(1, 12))
+    assert found == ["weights['embedding']", "weights['kernel']"]
 
 
 def test_what_only_the_update_reads_is_no_batch():

@@ -453,8 +453,8 @@ def test_state_that_the_user_names_wrongly(named, message):
     with pytest.raises(InputError, match=message):
         trace_call(
             None,
-            lambda average, x: average + jnp.sum(x),
-            (W, jax.ShapeDtypeStruct((3,), "float32")),
+            lambda average, x: (average + jnp.sum(x["a"]), x["a"] + 1),
+            (W, {"a": jax.ShapeDtypeStruct((3,), "float32"), "b": W}),
             {},
             (named,),
         )

@@ -14,6 +14,7 @@ from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.memory.offload import may_rest_on_host, offloaded
 from autoshard.search.memory.recompute import recomputed
 from tests.search.adamw import adamw_chain
+from tests.search.lora import lora_chain
 
 NUM_LAYERS, WIDTH = 6, 128
 
@@ -48,6 +49,49 @@ def test_what_is_handed_on_as_it_was_stays_on_the_device():
     big = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     step = trace(lambda w, x: (w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), w), big, big)
     assert not may_rest_on_host(step)
+
+
+def handed_back(state, x):
+    """The chain with its frozen weights inside of the state."""
+    trained, value = LORA[0](state["trained"], state["base"], x)
+    return {"trained": trained, "base": state["base"]}, value
+
+
+LORA = lora_chain(NUM_LAYERS, WIDTH, 1024)
+
+
+@pytest.mark.parametrize("is_handed_back", [False, True])
+def test_frozen_weights_come_for_each_phase_and_never_go(is_handed_back):
+    step, state, base, x = LORA
+    args = ({"trained": state, "base": base}, x) if is_handed_back else (state, base, x)
+    traced = trace(handed_back if is_handed_back else step, *args)
+    frozen = of_roles(traced, Role.FROZEN)
+    assert len(frozen) == NUM_LAYERS
+    graph = offloaded(traced, frozen).step.graph
+    phases = [op.phase for _, op in transfers(graph, to_host=False)]
+    assert phases == [Phase.FORWARD] * NUM_LAYERS + [Phase.BACKWARD] * (NUM_LAYERS - 1)
+    assert not list(transfers(graph, to_host=True))
+    fetches = [i for i, _ in transfers(graph, to_host=False)]
+    products = [i for i, op in enumerate(graph.ops) if op.name == "dot_general"]
+    assert products[0] < fetches[WINDOW + 1]  # layer by layer
+
+
+def test_a_stack_of_frozen_weights_comes_slice_by_slice():
+    step = trace(*lora_chain(NUM_LAYERS, WIDTH, 1024, is_scanned=True))
+    rewritten = offloaded(step, of_roles(step, Role.FROZEN))
+    graph = rewritten.step.graph
+    assert not [*transfers(graph, to_host=False), *transfers(graph, to_host=True)]
+    loops = [(i, op) for i, op in enumerate(graph.ops) if op.name == "scan"]
+    assert [op.phase for _, op in loops] == [Phase.FORWARD, Phase.BACKWARD]
+    for i, loop in loops:
+        (body,) = loop.bodies["jaxpr"]
+        (fetch,) = (op for _, op in transfers(body, to_host=False))
+        assert fetch.result_values[0].shape == (WIDTH, WIDTH)
+        (before,) = step.graph.ops[rewritten.origin[i]].bodies["jaxpr"]
+        for n, op in enumerate(body.ops[1:], 1):
+            ((_, _, _, place),) = rewritten.before([(i, "jaxpr", 0, n)])
+            assert before.ops[place].outputs == op.outputs
+        assert not rewritten.before([(i, "jaxpr", 0, 0)])
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

@@ -120,9 +120,9 @@ def test_new_state_that_is_read_as_well_lies_where_the_old_state_did():
 
 
 def test_arguments_by_their_roles():
-    def step(params, moments, statistics, x, key):
+    def step(params, moments, statistics, scale, x, key):
         def loss(params):
-            y = jnp.tanh((x + jax.random.normal(key, x.shape)) @ params["w"])
+            y = jnp.tanh((x + jax.random.normal(key, x.shape)) @ params["w"]) * scale
             return jnp.mean((y - statistics["mean"]) ** 2), jnp.mean(y, 0)
 
         gradients, mean = jax.grad(loss, has_aux=True)(params)
@@ -130,18 +130,19 @@ def test_arguments_by_their_roles():
         params = jax.tree.map(lambda p, m: p - 0.1 * m, params, moments)
         return params, moments, {"mean": 0.9 * statistics["mean"] + 0.1 * mean}
 
-    found = problem(step, {"w": W}, {"w": W}, {"mean": array(128)}, X, KEY)
+    found = problem(step, {"w": W}, {"w": W}, {"mean": array(128)}, array(128), X, KEY)
     roles = [a.role for a in found.step.arguments]
-    assert roles == [Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE, Role.BATCH, Role.KEY]
-    kinds = [own(found)[n][0] for n in range(5)]
+    assert roles == [Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE, Role.FROZEN, Role.BATCH, Role.KEY]
+    kinds = [own(found)[n][0] for n in range(6)]
     assert [kind.value for kind in kinds] == [
         "parameters",
         "optimizer_state",
         "other_state",
+        "frozen_weights",
         "batch",
         "other_state",
     ]
-    assert {own(found)[n][1:] for n in range(5)} == {(0, len(names(found)) - 1)}
+    assert {own(found)[n][1:] for n in range(6)} == {(0, len(names(found)) - 1)}
     assert set(kinds) == ARGUMENTS
 
 

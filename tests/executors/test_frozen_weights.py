@@ -1,0 +1,64 @@
+"""Frozen weights in the host's memory, or split over all devices, change no number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.executors.jit import build
+from autoshard.search.ir.graph import Role
+from autoshard.search.ir.trace import trace_call
+from autoshard.search.memory import offload
+from tests.executors import plans
+from tests.executors.agreement import assert_equal
+from tests.search.lora import lora_chain
+
+MESH = (2, 2)
+NUM_STEPS = 2
+
+
+def drawn_arrays(shapes):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s.shape) / 3, s.dtype), shapes)
+
+
+def with_weights_inside(step):
+    """The step with its frozen weights inside of the state, which hands them back."""
+
+    def inside(state, x):
+        trained, value = step(state["trained"], state["base"], x)
+        return {"trained": trained, "base": state["base"]}, value
+
+    return inside
+
+
+def run(fn, state, others):
+    state = jax.tree.map(jnp.copy, state)
+    for _ in range(NUM_STEPS):
+        state, value = fn(state, *others)
+    return jax.tree.map(np.asarray, (state, value))
+
+
+@pytest.mark.parametrize(
+    ("is_inside", "is_scanned"), [(False, False), (True, False), (False, True), (True, True)]
+)
+def test_on_the_host_they_equal_one_devices(is_inside, is_scanned, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    with jax.enable_x64(True):
+        step, state, base, x = lora_chain(2, 16, 8, jnp.float64, is_scanned=is_scanned)
+        shapes = ({"trained": state, "base": base}, x) if is_inside else (state, base, x)
+        step = with_weights_inside(step) if is_inside else step
+        traced = trace_call("cpu", step, shapes, {})
+        hosted = [i for i, role in offload.may_rest_on_host(traced).items() if role is Role.FROZEN]
+        found = plans.drawn(traced, MESH, 0, frozenset(hosted))
+        program = build(found.step, found.sharding, jax.devices())
+        kinds = [s.memory_kind for s in jax.tree.leaves(program.shardings)]
+        assert [i for i, kind in enumerate(kinds) if kind == "pinned_host"] == hosted
+        assert len(hosted) == len(jax.tree.leaves(base))
+        start, *others = drawn_arrays(shapes)
+        placed = jax.device_put((start, *others), program.shardings)
+        assert_equal(run(program.fn, *_split(placed)), run(jax.jit(step), start, others))
+
+
+def _split(args):
+    return args[0], args[1:]
