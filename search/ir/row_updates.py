@@ -67,8 +67,8 @@ def with_row_updates(graph: Graph, replaces: Sequence[int | None]) -> Graph:
       graph: the step's graph, with phases.
       replaces: per output, the input that it replaces in the next step, or None.
     """
-    has_look_ups = any(op.name == "scatter-add" for op in graph.ops)
-    if not has_look_ups or not (found := _Finder(graph, replaces).tables()):
+    scattered = (op.result_values[0].num_bytes for op in graph.ops if op.name == "scatter-add")
+    if max(scattered, default=0) < LEAST_BYTES or not (found := _Finder(graph, replaces).tables()):
         return graph
     rewritten = without_dead_ops(_Rewriter(graph, found).graph())
     verify(rewritten)
@@ -377,7 +377,7 @@ def _ordered(ops: Sequence[Op], known: set[int]) -> list[Op]:
 
 
 def _slots(num_rows: int, is_clipped: Sequence[bool], *ids: jax.Array) -> tuple[jax.Array, ...]:
-    """The numbers of touched rows `[slots]`, ascending, and per look-up the slot of each id `[ids, 1]`.
+    """The numbers of touched rows `[slots, 1]`, ascending, and per look-up the slot of each id `[ids, 1]`.
 
     There are as many slots as ids. Unused ones stand for rows behind the table. An id outside of the table has no slot
     (the slot behind the last), or that of the first or last row.
@@ -412,7 +412,7 @@ def _slots(num_rows: int, is_clipped: Sequence[bool], *ids: jax.Array) -> tuple[
         slot = slot if clip else lax.select(ok, slot, lax.full_like(slot, count))
         found.append(lax.reshape(slot, (ok.size, 1)))
         first += ok.size
-    return (rows, *found)
+    return (column(rows), *found)
 
 
 def _added_up(whole: Value, slots: jax.Array, new: jax.Array) -> tuple[jax.Array]:
@@ -434,10 +434,9 @@ def _gathered(table: jax.Array, rows: jax.Array) -> tuple[jax.Array]:
 
 def _written(table: jax.Array, rows: jax.Array, new: jax.Array) -> tuple[jax.Array]:
     """An array with some rows replaced; rows behind it are dropped."""
-    at = lax.reshape(rows, (rows.size, 1))
     return (
         lax.scatter(
-            table, at, new, _numbers(table.ndim), unique_indices=True, indices_are_sorted=True, mode=_DROP
+            table, rows, new, _numbers(table.ndim), unique_indices=True, indices_are_sorted=True, mode=_DROP
         ),
     )
 

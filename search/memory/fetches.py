@@ -17,6 +17,7 @@ hides more transfers, and takes more memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,7 +90,11 @@ class _Use:
 
 
 def fetches(
-    graph: Graph, on_host: Sequence[int], residuals: Sequence[int], new_state: Mapping[int, Atom]
+    graph: Graph,
+    on_host: Sequence[int],
+    residuals: Sequence[int],
+    new_state: Mapping[int, Atom],
+    by_rows: AbstractSet[tuple[int, Phase]] = frozenset(),
 ) -> Fetches:
     """Plans the fetches.
 
@@ -98,10 +103,12 @@ def fetches(
       on_host: the inputs that rest in the host's memory.
       residuals: values of the forward phase that are offloaded until the backward phase.
       new_state: by input, the output that replaces it in the next step.
+      by_rows: inputs that a phase does not fetch (`search.memory.host_rows`).
     """
-    planning = _Planning(graph, on_host, new_state)
-    forward = planning.of_phase(Phase.FORWARD, on_host)
-    backward = planning.of_phase(Phase.BACKWARD, [*on_host, *residuals])
+    fetched = {phase: [v for v in on_host if (v, phase) not in by_rows] for phase in Phase}
+    planning = _Planning(graph, fetched[Phase.UPDATE], new_state)
+    forward = planning.of_phase(Phase.FORWARD, fetched[Phase.FORWARD])
+    backward = planning.of_phase(Phase.BACKWARD, [*fetched[Phase.BACKWARD], *residuals])
     updates = list(planning.updates())
     departures, pauses = dict(planning.departures(residuals)), dict(p for _, p in updates if p is not None)
     return Fetches((*forward, *backward, *(f for f, _ in updates)), departures, pauses)
