@@ -66,6 +66,7 @@ def of_any_size(monkeypatch):
         yield
 
 
+@pytest.mark.slow  # the rows on the host, below, are split by a drawn plan, too
 @pytest.mark.parametrize(("name", "mesh", "seed"), [("adagrad", (2, 4), 0), ("row-wise", (8,), 1)])
 def test_drawn_plans_come_to_one_devices_numbers(name, mesh, seed):
     single = on_one_device(name)
