@@ -100,6 +100,7 @@ class _Table:
         self.look_ups += other.look_ups
         self.ops += other.ops
         self.sums += other.sums
+        self.states |= other.states
         self.is_open = self.is_open and other.is_open and self.num_rows == other.num_rows
 
 
@@ -205,10 +206,10 @@ class _Finder:
     def _leave(self, o: int, v: int) -> None:
         """Notes an output. It must replace an input whose rows stay as they are."""
         table, i = self.table[v], self.replaces[o]
-        is_new_state = i is not None and self.facts[v] == Unchanged(self.graph.inputs[i])
-        if is_new_state:
+        if i is not None and self.facts[v] == Unchanged(self.graph.inputs[i]):
             table.states[v] = self.graph.inputs[i]
-        table.is_open = table.is_open and is_new_state
+        else:
+            table.is_open = False
 
     def _pays(self, table: _Table) -> bool:
         num_ids = sum(map(self.num_ids, table.look_ups))
