@@ -14,6 +14,7 @@ phases, `state` the state, `roles` the roles of arguments. The trace also rewrit
   their own sums of gradients are expanded. Arguments and results are converted. Typed keys stay keys.
 * *Meshes that the step names* are removed, or refused (`own_meshes`).
 * *Large constants of loops* that JAX has hoisted out of their bodies are moved back (`sinking`).
+* *Updates of tables* are confined to the rows that the step looks up, where that gives the same numbers (`row_updates`).
 """
 
 # JAX types these functions only in part.
@@ -36,6 +37,7 @@ from autoshard.search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Va
 from autoshard.search.ir.identities import without_zero_updates
 from autoshard.search.ir.phases import with_phases
 from autoshard.search.ir.roles import roles
+from autoshard.search.ir.row_updates import with_row_updates
 from autoshard.search.ir.sinking import sunk
 from autoshard.search.ir.state import successors
 
@@ -110,7 +112,7 @@ def trace_call(
     )
     return Step(
         name,
-        graph,
+        with_row_updates(graph, found.replaces),
         arguments,
         _result_names(out_shape, names),
         found.replaces,

@@ -94,6 +94,7 @@ def fetches(
     residuals: Sequence[int],
     new_state: Mapping[int, Atom],
     sliced: Set[tuple[int, int]] = frozenset(),
+    by_rows: Set[tuple[int, Phase]] = frozenset(),
 ) -> Fetches:
     """Plans the fetches.
 
@@ -103,10 +104,12 @@ def fetches(
       residuals: values of the forward phase that are offloaded until the backward phase.
       new_state: by input, the output that replaces it in the next step.
       sliced: loops, by number, that fetch slices of an input by themselves, each with this input.
+      by_rows: inputs that a phase does not fetch (`search.memory.host_rows`).
     """
-    planning = _Planning(graph, on_host, new_state, sliced)
-    forward = planning.of_phase(Phase.FORWARD, on_host)
-    backward = planning.of_phase(Phase.BACKWARD, [*on_host, *residuals])
+    fetched = {phase: [v for v in on_host if (v, phase) not in by_rows] for phase in Phase}
+    planning = _Planning(graph, fetched[Phase.UPDATE], new_state, sliced)
+    forward = planning.of_phase(Phase.FORWARD, fetched[Phase.FORWARD])
+    backward = planning.of_phase(Phase.BACKWARD, [*fetched[Phase.BACKWARD], *residuals])
     updates = list(planning.updates())
     departures, pauses = dict(planning.departures(residuals)), dict(p for _, p in updates if p is not None)
     return Fetches((*forward, *backward, *(f for f, _ in updates)), departures, pauses)

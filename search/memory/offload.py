@@ -9,18 +9,22 @@ loop that goes through a stack of them fetches a slice in each iteration.
 barrier's other operands read the barrier's results: the compiler removes results that no op reads (XLA:GPU, measured).
 (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari et al. 2021, offload whole optimizers and layers.)
 
+A phase that reads nothing but rows of a table, or replaces them, does so in the host's memory (`search.memory.host_rows`).
+
 Ops keep their order, except updates: each moves to its gradient, because late updates would hold all gradients.
 """
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, verify
 from autoshard.search.memory.fetches import Fetch, fetches
+from autoshard.search.memory.host_rows import bounded, by_rows, filled, is_filled
 from autoshard.search.memory.written import Written
 
 SCOPE = "offload"
@@ -120,11 +124,13 @@ class _Rewriting:
         outputs = zip(self.graph.outputs, step.replaces, strict=True)
         new_state = {v: a for a, r in outputs if r is not None and (v := self.graph.inputs[r]) != a}
         waiting = [v for v in sorted(residuals) if may_wait(self.graph, v)]
-        self.stored = {a for v in on_host if isinstance(a := new_state.get(v), int)} | set(waiting)
+        self.by_rows = by_rows(self.graph, on_host, new_state)
+        whole = [v for v in on_host if (v, Phase.UPDATE) not in self.by_rows]
+        self.stored = {a for v in whole if isinstance(a := new_state.get(v), int)} | set(waiting)
         self.new_state = frozenset(a for a in new_state.values() if isinstance(a, int))
         frozen = {v for v in on_host if v not in new_state}
         self.sliced = _sliced(self.graph, frozen)
-        self.plan = fetches(self.graph, on_host, waiting, new_state, self.sliced)
+        self.plan = fetches(self.graph, on_host, waiting, new_state, self.sliced, self.by_rows)
         self.pauses = {**self.plan.departures, **self.plan.pauses}
         values = list(self.graph.values)
         for v in on_host:
@@ -134,6 +140,7 @@ class _Rewriting:
         self.there: dict[tuple[int, Phase], int] = {}
         self.on_host: dict[int, int] = {}
         self.now: dict[int, int] = {}
+        self.sent: dict[int, int] = {}
 
     def run(self) -> Graph:
         """The graph with its copies."""
@@ -153,6 +160,9 @@ class _Rewriting:
         op = self.graph.ops[n]
         if op.phase is not Phase.UPDATE:
             self._pause(op)
+        if op.operands and (op.operands[0], op.phase) in self.by_rows:
+            self._serve(n)
+            return
         slices = [k for k, a in enumerate(op.inputs) if isinstance(a, int) and (n, a) in self.sliced]
         inputs = tuple(
             self._read(a, op.phase) if isinstance(a, int) and k not in slices else a
@@ -164,6 +174,31 @@ class _Rewriting:
         for v in op.outputs:
             if v in self.stored:
                 self.on_host[v] = self._copied(v, to_host, op)
+
+    def _serve(self, n: int) -> None:
+        """Writes an op that looks up or replaces rows of an array in the host's memory."""
+        op = self.graph.ops[n]
+        (out,), (value,) = op.outputs, op.result_values
+        array, indices, *new = (self._read(a, op.phase) for a in op.operands)
+        made = self.written.new(replace(value, is_on_host=True)) if op.name == "gather" else out
+        self.written.values[made] = there = replace(value, is_on_host=True)
+        inputs = (array, *(self._sent(a, op) for a in (indices, *new)))
+        params = bounded(op) if is_filled(op) else op.params
+        self.origin[len(self.written.ops)] = n
+        self.written.ops.append(
+            replace(op, params=params, inputs=inputs, outputs=(made,), result_values=(there,))
+        )
+        if op.name == "gather":
+            fill = partial(filled, op, self.graph.values[array].shape[0]) if is_filled(op) else None
+            rows = self.written.write(to_device, [made], op, None if fill else out)
+            if fill is not None and isinstance(rows, int):
+                self.written.write(fill, [indices, rows], op, out)
+
+    def _sent(self, v: int, like: Op) -> int:
+        """A value's copy in the host's memory."""
+        if v not in self.sent:
+            self.sent[v] = self._copied(v, to_host, like)
+        return self.sent[v]
 
     def _read(self, v: int, phase: Phase) -> int:
         """The replacement of a value in a phase: a fetched argument, or the result of a barrier."""

@@ -44,6 +44,9 @@ SCHEDULES = MappingProxyType(
 HEAVY = re.compile(r"(?:^|[ /])(dot_general|conv_general_dilated|gather|scatter-add)(?: #\d+)?$")
 """Names of matrix products, convolutions, lookups and scatters in a plan's tables."""
 
+ROW_READ = "update gather"
+"""The name of an op that reads rows of a table or of its state to update them."""
+
 _SOME_RECOMPUTED = re.compile(r"remat (\d[\d, -]*) of (\d+)")
 
 _IN_SEGMENTS = re.compile(r"in segments of (\d+(?:, \d+)*)")
@@ -196,8 +199,10 @@ def _batch_words(use: AxisUse) -> str:
 
 
 def _memory_savers(plan: PlanShape) -> list[str]:
-    """What is recomputed, and what is on the host."""
+    """What is recomputed, what is updated by rows, and what is on the host."""
     said = _recomputed(plan)
+    if any(name.startswith(ROW_READ) for s in plan.stages if s.shares for name in s.shares.runs):
+        said.append("tables updated by rows")
     if any("offload" in text for text in plan.retention.values()):
         said.append("residuals offloaded")
     if any(spec.endswith("on host") for spec in plan.arguments.values()):

@@ -247,6 +247,8 @@ class CostedGraph:
             copied_bytes = self._bytes(node, (((op_class, 0, True), 1.0),))
             return self.resharder.mesh.cluster.host_link.copy_s(copied_bytes)
         num_bytes = self.moved_bytes(op_class)
+        if op.operands and folded.program.values[op.operands[0]].is_on_host:
+            return self.resharder.mesh.cluster.host_link.copy_s(num_bytes)
         if op.name in STEPS:
             return np.asarray(self._decomposition_seconds(op_class, num_bytes))
         is_heavy = folded.is_heavy[op_class] and op.rule.flops_per_point > 0 and len(op.operands) > 1

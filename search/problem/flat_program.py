@@ -225,12 +225,29 @@ def _repeated(step: Step, ops: Sequence[FlatOp]) -> tuple[FlatOp, ...]:
     if not repeats and all(argument.repeats == 1 for argument in step.arguments):
         return tuple(ops)
     of_op = [_repeats_at(op, step, repeats) for op in ops]
-    made = {v: n for op, n in zip(ops, of_op, strict=True) for v in op.results}
+    made = {v: n for op, n in zip(ops, of_op, strict=True) for v in op.results} | _parts_of_blocks(ops, of_op)
     for i, op in enumerate(ops):
         if op.is_boundary and op.name not in ("input", "output"):
             of_op[i] = max((of_op[i], *(made[v] for v in op.operands)))
             made |= dict.fromkeys(op.results, of_op[i])
     return tuple(_standing_for(op, n, made) for op, n in zip(ops, of_op, strict=True))
+
+
+def _parts_of_blocks(ops: Sequence[FlatOp], repeats: Sequence[int]) -> dict[int, int]:
+    """The results of an op outside of blocks that each go to a block of its own, and for how many results each stands.
+
+    They are parts of one array (`unstack`, `split`). The parts of the blocks that were left out have no reader, so as many
+    results are unread as the other blocks stand for.
+    """
+    read: dict[int, int] = {}
+    for op, count in zip(ops, repeats, strict=True):
+        read |= {v: max(count, read.get(v, 0)) for v in op.operands}
+    found: dict[int, int] = {}
+    for op, count in zip(ops, repeats, strict=True):
+        parts = {v: read[v] for v in op.results if v in read}
+        if count == 1 and len(op.results) > 1 and sum(parts.values()) == len(op.results):
+            found |= parts
+    return found
 
 
 def _standing_for(op: FlatOp, repeats: int, made: Mapping[int, int]) -> FlatOp:

@@ -44,7 +44,7 @@ WHAT_IT_SHOWS = {
     "scanned, tight": {"all-gather", "all-to-all"},
     "scanned with checkpoint on 2x4": {"all-gather"},
     "tables by rows": {"all-reduce"},
-    "tables on 2x4": {"all-to-all"},
+    "tables on 2x4": {"all-gather", "reduce-scatter"},
     "microbatches of an MLP": {"all-reduce"},
     "microbatches on 2x4": {"all-reduce", "reduce-scatter"},
     "microbatches of grouped heads": {"all-reduce"},

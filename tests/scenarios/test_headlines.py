@@ -138,7 +138,7 @@ def test_tables_that_are_looked_up_where_they_are():
     step = traced(make_dlrm, table_rows=(8_000_000, 4_000_000), embed_dim=128, optimizer="sgd", **sizes)
     tables = [(f"['tables'][{n}]", P(None, "data")) for n in range(2)]
     plan = plan_for(step, (8,), tables)
-    assert first_line(plan) == "data parallel over 8, tables split over 8"
+    assert first_line(plan) == "data parallel over 8, tables split over 8, tables updated by rows"
 
 
 def test_model_flops_are_those_of_the_products_whatever_is_recomputed_or_split():

@@ -25,7 +25,7 @@ def gather(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> R
     """Of each operand dim a slice takes all, one element or a part; batching dims are the indices' own."""
     operand, indices = ins
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    picked = Kind.SUM if _can_sum(operand.dtype) else Kind.UNSPLITTABLE
+    picked = Kind.SUM if _can_sum(operand.dtype) and not _is_on_host(operand) else Kind.UNSPLITTABLE
     loops = Loops()
     points = loops.dims(indices.shape[:-1])
     batching = _pick(points, numbers.operand_batching_dims, numbers.start_indices_batching_dims)
@@ -39,6 +39,11 @@ def gather(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> R
 def _can_sum(dtype: Any) -> bool:
     """Whether partial results can be added: not truth values, nor keys."""
     return isinstance(dtype, np.dtype) and dtype.kind != "b"
+
+
+def _is_on_host(operand: Any) -> bool:
+    """True if rows are read or written in the host's memory, by a kernel that knows the whole array's indices only."""
+    return getattr(operand, "is_on_host", False)
 
 
 def scatter(updates_kind: Kind, *, flops_per_update: float = 0.0) -> RuleFn:
@@ -56,8 +61,9 @@ def scatter(updates_kind: Kind, *, flops_per_update: float = 0.0) -> RuleFn:
         absent = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
         present = iter(numbers.update_window_dims)
         sizes = [1 if d in absent else updates[next(present)] for d in range(len(operand))]
+        picked = Kind.UNSPLITTABLE if _is_on_host(ins[0]) else Kind.PARALLEL
         whole, window = _windows(
-            loops, operand, sizes, batching, absent, Kind.PARALLEL, numbers.scatter_dims_to_operand_dims
+            loops, operand, sizes, batching, absent, picked, numbers.scatter_dims_to_operand_dims
         )
         updated = _interleave(len(updates), numbers.update_window_dims, window, points)
         index_vector = loops.dim(indices[-1], Kind.UNSPLITTABLE)

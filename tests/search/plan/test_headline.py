@@ -45,6 +45,11 @@ def test_one_program_by_the_words_for_its_axes(axes, words):
     assert headline(PlanShape((StageShape(1, {}, WorkShares(tuple(axes))),))) == words
 
 
+def test_tables_whose_rows_are_read_for_their_update():
+    shares = WorkShares((DATA,), runs={"forward gather": 1, "update gather #2": 1})
+    assert headline(PlanShape((StageShape(1, {}, shares),))) == "data parallel over 8, tables updated by rows"
+
+
 def test_a_pipeline_by_its_stages_schedule_microbatches_and_replicas():
     stage = StageShape(8, {"data": 1}, WorkShares())
     shape = PlanShape((stage,) * 4, "1f1b", 16)

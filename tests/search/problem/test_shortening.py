@@ -122,6 +122,21 @@ def test_a_deep_step_may_have_arrays_of_its_own():
     )
 
 
+def test_parts_of_one_array_are_read_as_often():
+    """The gradient of stacked look-ups is one array, of which each table gets a part."""
+    case = zoo.make_dlrm(table_rows=(64,) * 20)
+    step = trace(case.step, *case.abstract_args())
+    both = shortened(step, unmarked(step))
+    assert both is not None
+    reads = [Counter[str](), Counter[str]()]
+    for found, one in zip(reads, (step, both.step), strict=True):
+        program = flatten(one)
+        for op in program.ops:
+            for v, count in zip(op.operands, op.operand_counts, strict=True):
+                found[program.ops[program.maker[v][0]].name] += count
+    assert reads[0]["unstack"] == reads[1]["unstack"] == 21
+
+
 def test_what_is_marked_stands_for_itself():
     step = chained(16)
     marked = next(n for n, a in enumerate(step.arguments) if "[7]" in a.name)
