@@ -75,6 +75,8 @@ class Plan(PlanValues):
         offloading, that hold at most `memory_bytes` in program order. (The kernels' memory is simulated for the plan found
         only.) None if decisions were edited since, and of pipelines.
       candidates: those that were tried, with their bounds and times, on which the gap rests; of one program.
+      attention: `blockwise` if attention that the step spells out is computed in blocks, whose sequence may be split over a
+        ring of devices; empty if it stays as it is.
       marks: digests of the decisions that the estimates are for (`search.plan.edits`); empty if unknown.
       outline: the traced step's types and ops, to say how another step differs; None in a file without it.
       search_s: seconds of the search, in all and by part; not saved.
