@@ -11,6 +11,7 @@
   collectives reduce them.
 * A product or a sum whose terms a barrier holds back: the terms are one array, beside their sum
   (`search.plan.waited_terms`).
+* Blockwise attention: the devices that split its sequence are a ring, through which keys and values travel.
 * A lookup in a table whose rows are split: each device serves the indices in its part (`executors.look_up`), and explicit
   collectives reduce the terms.
 """
@@ -18,6 +19,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import jax
@@ -26,6 +28,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from autoshard.executors.look_up import looked_up
 from autoshard.search.ir._jax import bind
 from autoshard.search.ir._jax_kernels import pallas_on_shards, partitioned
+from autoshard.search.ir.attention.layout import QUERY
+from autoshard.search.ir.attention.op import BACKWARD, FORWARD, applied
+from autoshard.search.ir.attention.ring import Ring, ring_over
 from autoshard.search.ir.graph import Op, Value
 from autoshard.search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
 from autoshard.search.plan.named_sums import LOOK_UP
@@ -93,6 +98,9 @@ def _on_device(
     if op.name == "custom_partitioning":
         wholes = zip(inputs, in_specs, strict=True), zip(op.result_values, out_specs, strict=True)
         return partitioned(op.params, mesh, *wholes)
+    if op.name in (FORWARD, BACKWARD):
+        ring = _ring(op, inputs[0].shape, in_specs[0], mesh)
+        return partial(_attention, op, ring, in_specs[0]), in_specs, out_specs
     if op.name == LOOK_UP:
         return partial(looked_up, op, in_specs[0], mesh), in_specs, out_specs
     if op.name == "pallas_call":
@@ -124,6 +132,39 @@ def _grouped_convolution(
         return (terms if axes is None else jax.lax.psum(terms, axes),)
     groups = {"feature_group_count": op.params["feature_group_count"] * lhs.shape[feature] // shape[feature]}
     return _bound(op, {**op.params, **groups}, lhs, rhs)
+
+
+def _ring(op: Op, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Ring:
+    """The devices that split the sequence of an attention whose queries have this shape and spec."""
+    at = next(d for d, labels in enumerate(op.params["layout"].query) if QUERY in labels)
+    names = _axes(spec, at)
+    return ring_over(op.params["scores"], names, prod(mesh.shape[name] for name in names), shape[at])
+
+
+def _axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+    """The mesh axes that split a dimension."""
+    axes = spec[dim] if dim < len(spec) else None
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+
+def _attention(op: Op, ring: Ring, spec: PartitionSpec, *shards: jax.Array) -> tuple[Any, ...]:
+    """A device's results. The gradients of keys and values are summed over devices with other query heads.
+
+    Args:
+      op: the attention, or its gradient.
+      ring: the devices that split the sequence.
+      spec: the spec of the queries.
+      *shards: the device's shards of the operands.
+    """
+    results = applied(op.name, op.params, ring, *shards)
+    layout = op.params["layout"]
+    axes = tuple(
+        a for d, labels in enumerate(layout.query) if labels[:1] in layout.groups for a in _axes(spec, d)
+    )
+    if op.name == FORWARD or not axes:
+        return tuple(results)
+    query, *others = results
+    return (query, *(jax.lax.psum(x, axes) for x in others))
 
 
 def _kernel(op: Op, out_shapes: Sequence[tuple[int, ...]], *shards: jax.Array) -> tuple[Any, ...]:

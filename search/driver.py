@@ -22,6 +22,8 @@ from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES
+from autoshard.search.long_sequences import BLOCKWISE, holds_too_much, may_want_blocks, without_ring
+from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.mesh_problem import Known, MeshProblem, StepProblem, TooLargeError
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, Options, Progress
@@ -163,7 +165,8 @@ class SearchResult:
 def find(
     step: Step, cluster: Cluster, options: Options, progress: Progress = lambda line: None
 ) -> SearchResult:
-    """Searches for the fastest plan that fits.
+    """Searches for the fastest plan that fits: of the step as it is, and where long sequences may want it, of the step with
+    its attention in blocks.
 
     Args:
       step: the traced step.
@@ -174,6 +177,36 @@ def find(
     Raises:
       InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
       InputError: the mesh or a pin does not suit the cluster or the step.
+    """
+    in_blocks = blockwise(step)
+    if in_blocks is None:
+        return _find(step, cluster, options, progress)
+    spelled_out, refused = None, list[InfeasibleError]()
+    try:
+        if not holds_too_much(step, in_blocks, cluster.num_devices, options.memory_bytes):
+            spelled_out = _find(step, cluster, options, progress)
+            costed, plan = spelled_out.on_mesh.memory.costed, spelled_out.plan
+            if not may_want_blocks(costed, spelled_out.chosen, plan.estimates.collectives, in_blocks):
+                return spelled_out
+    except InfeasibleError as e:
+        refused.append(e)
+    progress("attention in blocks")
+    if said := without_ring(in_blocks, cluster.num_devices):
+        progress(said)
+    try:
+        found = _find(in_blocks, cluster, options, progress)
+    except InfeasibleError as e:
+        if spelled_out:
+            return spelled_out
+        raise min((*refused, e), key=lambda one: one.smallest_bytes) from None
+    return min(filter(None, (spelled_out, found)), key=lambda one: one.plan.estimates.step_s)
+
+
+def _find(step: Step, cluster: Cluster, options: Options, progress: Progress) -> SearchResult:
+    """The fastest plan of one step that fits.
+
+    Raises:
+      InfeasibleError: nothing fits the cap; says what would.
     """
     watch = Stopwatch(step.trace_s)
     short = shortened(step, _equivalence_keys(step, _options_json(options)))
@@ -269,6 +302,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     """
     watch = Stopwatch(step.trace_s)
     check_is_for(plan, step, place)
+    step = _as_planned(step, plan, place)
     step_problem, short = _read(step, plan, cluster, place)
     watch.lap("graph")
     on_mesh = step_problem.on(cluster, tuple(plan.decisions.mesh.values()))
@@ -304,9 +338,26 @@ def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "p
       PlanError: the plan is for another step, or has no decision of this name.
     """
     check_is_for(plan, step, place)
-    step_problem, _ = _read(step, plan, cluster, place)
+    step_problem, _ = _read(_as_planned(step, plan, place), plan, cluster, place)
     on_mesh = step_problem.on(cluster, tuple(plan.decisions.mesh.values()))
     return on_mesh.codec.choices(name, place)
+
+
+def _as_planned(step: Step, plan: Plan, place: str) -> Step:
+    """The step with its attention as the plan has it.
+
+    Raises:
+      PlanError: it has no attention that can be computed in blocks.
+    """
+    if not plan.attention:
+        return step
+    in_blocks = blockwise(step)
+    if plan.attention != BLOCKWISE or in_blocks is None:
+        raise PlanError(
+            f"{place}: attention is {plan.attention!r}, and {step.name} has no attention that can be computed so. Delete "
+            "the key, or search again"
+        )
+    return in_blocks
 
 
 def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, Shortened | None]:
@@ -428,7 +479,7 @@ def _finished(
     arguments = {argument.name: decisions.arguments[argument.name] for argument in step.arguments}
     plan = Plan(
         step=step.name,
-        fingerprint=fingerprint(step),
+        fingerprint=fingerprint(step.spelled_out or step),
         jax=jax.__version__,
         cluster=cluster.to_json(),
         options=_options_json(options),
@@ -439,7 +490,8 @@ def _finished(
         retention=retention,
         shardings=(replace(decisions, arguments=arguments).sharding,),
         estimates=estimate(costed, found.labels, found.device, found.hidden_s, found.host_bytes),
-        outline=outlined(step),
+        outline=outlined(step.spelled_out or step),
+        attention=BLOCKWISE if step.spelled_out else "",
     )
     watch.lap("plan")
     plan = replace(plan, marks=marks_of(plan), search_s=watch.seconds)

@@ -53,7 +53,7 @@ def _keywords(function: str, *names: str, variadic: bool = False) -> Callable[[O
     def written(operands: Operands, params: Params) -> str:
         first = sequence(tuple(operands)) if variadic else ", ".join(operands)
         said = (f"{name}={text(params[name])}" for name in names if params.get(name) is not None)
-        return f"{function}({', '.join((first, *said))})"
+        return f"{function}({', '.join(filter(None, (first, *said)))})"
 
     return written
 

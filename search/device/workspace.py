@@ -10,6 +10,7 @@ from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.fusion import Fusion, is_view
 from autoshard.search.problem.layouts import Order, product_order
 from autoshard.search.problem.reshard_paths import ReshardPaths
+from autoshard.search.problem.rings import ATTENTIONS
 
 WORKSPACE_BYTES = 4 * 2**20
 """Workspace of a matrix product. Source: XLA:GPU's default for cuBLASLt."""
@@ -35,6 +36,10 @@ class Workspaces:
     def num_bytes(self, i: int) -> float:
         """Workspace bytes of an op's kernel."""
         op = self.paths.program.ops[i]
+        if op.name in ATTENTIONS:
+            op_class = self.paths.folded.class_of[i]
+            strategy = self.paths.chosen[self.paths.graph.node_of[op_class]]
+            return self.paths.costed.attentions(op_class)[strategy].workspace_bytes
         if self.device.name == "CPU":
             return 0.0
         if op.name == CONVOLUTION:

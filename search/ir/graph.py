@@ -231,6 +231,7 @@ class Step:
       placements: the user's ignored sharding annotations, each with its source line.
       weak_arguments: the numbers of arguments whose type is weak in JAX's promotion.
       weak_results: the numbers of results whose type is weak.
+      spelled_out: the step as it was traced, if its attention has been replaced by blockwise ops.
     """
 
     name: str
@@ -247,6 +248,7 @@ class Step:
     placements: tuple[str, ...] = ()
     weak_arguments: frozenset[int] = frozenset()
     weak_results: frozenset[int] = frozenset()
+    spelled_out: "Step | None" = None
 
     @cached_property
     def rests_as(self) -> tuple[int | None, ...]:

@@ -30,23 +30,33 @@ LIGHT = frozenset((*_MOVES, *_LOGIC, *_ARITHMETIC))
 """Primitives of at most one instruction per element."""
 
 
-def sunk(graph: Graph) -> Graph:
-    """The graph with large constants of its loops computed in their bodies, outermost loops first."""
+def sunk(graph: Graph, is_whole: bool = False) -> Graph:
+    """The graph with large constants of its loops computed in their bodies, outermost loops first.
+
+    Args:
+      graph: the graph.
+      is_whole: whether the values that a constant is computed from are computed in the body too, if they are large and cheap
+        themselves.
+    """
     maker = {v: op for op in graph.ops for v in op.outputs}
-    ops = (_with_bodies(_sunk_into(op, graph, maker) if op.name == "scan" else op) for op in graph.ops)
+    ops = (
+        _with_bodies(_sunk_into(op, graph, maker, is_whole) if op.name == "scan" else op, is_whole)
+        for op in graph.ops
+    )
     return without_dead_ops(replace(graph, ops=tuple(ops)))
 
 
-def _with_bodies(op: Op) -> Op:
-    return replace(op, bodies={key: tuple(map(sunk, bodies)) for key, bodies in op.bodies.items()})
+def _with_bodies(op: Op, is_whole: bool) -> Op:
+    inner = {key: tuple(sunk(body, is_whole) for body in bodies) for key, bodies in op.bodies.items()}
+    return replace(op, bodies=inner)
 
 
-def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op]) -> Op:
+def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op], is_whole: bool) -> Op:
     """The loop with its large, cheap constants computed in its body."""
     num_consts, num_carry = loop.loop_counts
     (body,) = loop.bodies["jaxpr"]
     entering = list(zip(loop.inputs, body.inputs, strict=True))
-    makers = {inner: light_makers(outer, graph, maker) for outer, inner in entering[:num_consts]}
+    makers = {inner: light_makers(outer, graph, maker, is_whole) for outer, inner in entering[:num_consts]}
     if not any(makers.values()):
         return loop
     kept = [(outer, inner) for outer, inner in entering[:num_consts] if not makers[inner]]
@@ -64,13 +74,16 @@ def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op]) -> Op:
     )
 
 
-def light_makers(constant: Atom, graph: Graph, maker: Mapping[int, Op]) -> Sequence[Op]:
+def light_makers(
+    constant: Atom, graph: Graph, maker: Mapping[int, Op], is_whole: bool = False
+) -> Sequence[Op]:
     """The light ops that compute a large value from much smaller ones, in program order; empty if it is not to be sunk.
 
     Args:
       constant: the value.
       graph: the graph of the value and its ops.
       maker: the op that makes each value.
+      is_whole: whether to go on behind much smaller values that are large themselves.
     """
     num_bytes = graph.value(constant).num_bytes
     if not isinstance(constant, int) or num_bytes < LEAST_BYTES:
@@ -80,7 +93,10 @@ def light_makers(constant: Atom, graph: Graph, maker: Mapping[int, Op]) -> Seque
     while left:
         v = left.pop()
         op = maker.get(v)
-        if graph.values[v].num_bytes * MUCH_SMALLER <= num_bytes:
+        inner = light_makers(v, graph, maker, is_whole) if is_whole and v != constant else ()
+        if inner:
+            found |= {made: one for one in inner for made in one.outputs}
+        elif graph.values[v].num_bytes * MUCH_SMALLER <= num_bytes:
             small_bytes += graph.values[v].num_bytes
         elif op is None or op.name not in LIGHT:
             return ()

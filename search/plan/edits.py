@@ -55,6 +55,8 @@ def _all(plan: PlanValues) -> Iterator[tuple[str, str, str]]:
         for table in ("mesh", "arguments", "ops", "copies"):
             for name, said in getattr(sharding, table).items():
                 yield f"{table} {n}" if n else table, name, str(said)
+    if plan.attention:
+        yield "attention", "", plan.attention
     for name, said in plan.retention.items():
         yield "retention", name, said
     if plan.is_pipeline:

@@ -30,6 +30,7 @@ def estimate(
     collectives = _collectives(costed, chosen)
     communication_s = sum((c.seconds for c in collectives), 0.0)
     transfer_s = device.transfer_s
+    hidden_s += sum(n * (sent.total_s - sent.exposed_s) for n, sent in costed.rings(chosen))
     hidden_s = min(max(hidden_s, 0.0), communication_s + transfer_s)
     return Estimates(
         step_s=compute_s + communication_s - hidden_s,
@@ -68,7 +69,7 @@ def _collectives(costed: CostedGraph, chosen: Sequence[int]) -> tuple[Collective
     """All collectives of a step, added up by kind and axes."""
     names = AXIS_NAMES[costed.resharder.num_axes]
     total: dict[tuple[str, tuple[int, ...]], tuple[int, float, float]] = {}
-    runs = (*_between_nodes(costed, chosen), *_inside_nodes(costed, chosen))
+    runs = (*_between_nodes(costed, chosen), *_inside_nodes(costed, chosen), *_in_rings(costed, chosen))
     for kind, axes, count, num_bytes, combined_bytes in runs:
         seconds = float(costed.resharder.mesh.time_s(kind, axes, num_bytes, combined_bytes))
         so_far = total.get((kind, axes), (0, 0.0, 0.0))
@@ -107,3 +108,10 @@ def _inside_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:
                 for strategy, num_bytes in zip(at.tolist(), local_bytes.tolist(), strict=True):
                     if strategy == chosen[node]:
                         yield "all-reduce", axes, count, num_bytes, combined_bytes
+
+
+def _in_rings(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:
+    """The messages of attentions whose sequence is split."""
+    for count, messages in costed.rings(chosen):
+        for times, num_bytes in messages.sent:
+            yield "collective-permute", messages.axes, count * times, num_bytes, 0.0

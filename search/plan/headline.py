@@ -77,6 +77,8 @@ class PlanShape:
       microbatches: in how many the step goes through its batch.
       retention: as in `Decisions`.
       arguments: as in `Decisions`.
+      attention: the number of devices of the ring in which attention runs; 1 if it runs in blocks on each device, 0 if it
+        stays as it is.
     """
 
     stages: tuple[StageShape, ...]
@@ -84,6 +86,7 @@ class PlanShape:
     microbatches: int = 1
     retention: Mapping[str, str] = field(default_factory=dict[str, str])
     arguments: Mapping[str, str] = field(default_factory=dict[str, str])
+    attention: int = 0
 
 
 def headline(plan: PlanShape) -> str:
@@ -91,7 +94,7 @@ def headline(plan: PlanShape) -> str:
     pipeline, microbatches = _pipeline(plan), _microbatches(plan)
     sharing_of_all = [_sharing_of_stages(plan.stages)]
     first = [*pipeline, *microbatches, *sharing_of_all] if pipeline else [*sharing_of_all, *microbatches]
-    return ", ".join([*first, *_memory_savers(plan)])
+    return ", ".join([*first, *_attention(plan.attention), *_memory_savers(plan)])
 
 
 def mfu(shares: Iterable[WorkShares | None], groups: Iterable[Cluster], step_s: float) -> float | None:
@@ -131,6 +134,12 @@ def _pipeline(plan: PlanShape) -> list[str]:
 def _microbatches(plan: PlanShape) -> list[str]:
     is_several = plan.microbatches > 1 or plan.schedule
     return [f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"] if is_several else []
+
+
+def _attention(num_devices: int) -> list[str]:
+    if not num_devices:
+        return []
+    return [f"ring attention over {num_devices}" if num_devices > 1 else "attention in blocks"]
 
 
 def _sharing_of_stages(stages: Sequence[StageShape]) -> str:

@@ -78,6 +78,8 @@ class Plan(PlanValues):
         devices, takes less time than this plan by no more than this share. None if decisions were edited since, or the work
         is not known.
       candidates: those that were tried, with their bounds and times, on which the gap rests; of one program.
+      attention: `blockwise` if attention that the step spells out is computed in blocks, whose sequence may be split over a
+        ring of devices; empty if it stays as it is.
       marks: digests of the decisions that the estimates are for (`search.plan.edits`); empty if unknown.
       outline: the traced step's types and ops, to say how another step differs; None in a file without it.
       search_s: seconds of the search, in all and by part; not saved.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from math import prod
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import MeshModel
@@ -175,7 +176,18 @@ def plan_title(plan: PlanValues) -> str:
         StageShape(one.replicas, plan.sharding_of(one).mesh, shares.get(one.sharding)) for one in plan.stages
     )
     arguments = plan.shardings[0].arguments
-    return headline(PlanShape(tuple(stages), plan.schedule, plan.microbatches, plan.retention, arguments))
+    ring = _ring_size(plan) if plan.attention else 0
+    return headline(
+        PlanShape(tuple(stages), plan.schedule, plan.microbatches, plan.retention, arguments, ring)
+    )
+
+
+def _ring_size(plan: PlanValues) -> int:
+    """The number of devices among which keys and values travel; 1 where nothing travels."""
+    sent = [one for one in plan.estimates.collectives if one.kind == "collective-permute"]
+    largest = max(sent, key=lambda one: one.bytes, default=None)
+    mesh = plan.shardings[0].mesh
+    return prod(mesh[axis] for axis in largest.axes) if largest else 1
 
 
 def _head(plan: PlanValues, cluster: AnyCluster) -> list[str]:

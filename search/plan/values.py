@@ -233,6 +233,7 @@ class PlanValues:
     estimates: Estimates
     gap: Number | None = None
     candidates: tuple[Candidate, ...] = ()
+    attention: str = ""
     marks: str = ""
     outline: Outline | None = None
     search_s: Mapping[str, float] = field(default_factory=dict[str, float])

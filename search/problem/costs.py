@@ -5,7 +5,7 @@ plus the reductions inside it. The compiler fuses light ops: they move only the 
 An edge's cost is the cheapest reshard between the specs at its ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -23,6 +23,7 @@ from autoshard.search.ir.graph import Phase
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.kernels import FusedKernel, Kernels, moved_alone, runs_alone
 from autoshard.search.problem.reshard import Handling, Resharder
+from autoshard.search.problem.rings import ATTENTIONS, Attention, Messages, attention
 from autoshard.search.problem.strategies import (
     CopySource,
     Strategies,
@@ -196,6 +197,8 @@ class CostedGraph:
             if runs_alone(self.graph.folded, op_class):
                 compute += count * self.op_seconds(op_class)
             inside += count * self.reduction_seconds(op_class)
+            if op.name in ATTENTIONS:
+                inside += count * np.array([sent.exposed_s for sent in self.ring_messages(op_class)])
         for kernel in self._kernels_of[node]:
             compute += kernel.count * kernel_s(self.device, self.kernel_bytes(kernel))
         return compute, inside
@@ -246,6 +249,8 @@ class CostedGraph:
         if op.is_transfer:
             copied_bytes = self._bytes(node, (((op_class, 0, True), 1.0),))
             return self.resharder.mesh.cluster.host_link.copy_s(copied_bytes)
+        if op.name in ATTENTIONS:
+            return self._attention_seconds(op_class)
         num_bytes = self.moved_bytes(op_class)
         if op.operands and folded.program.values[op.operands[0]].is_on_host:
             return self.resharder.mesh.cluster.host_link.copy_s(num_bytes)
@@ -258,6 +263,37 @@ class CostedGraph:
             return np.asarray(kernel_s(self.device, num_bytes, self._flops(op_class)))
         peak_flops_per_s = self.product_flops_per_s(op)
         return np.asarray(product_s(self.device, self._product(op_class), num_bytes, peak_flops_per_s))
+
+    def _attention_seconds(self, op_class: int) -> np.ndarray:
+        """[strategies]: seconds of one run of a blockwise attention."""
+        flops_per_s = self.product_flops_per_s(self.graph.folded.op(op_class))
+        return np.array([one.compute_s(flops_per_s) for one in self.attentions(op_class)])
+
+    def attentions(self, op_class: int) -> tuple[Attention, ...]:
+        """Per strategy, a blockwise attention."""
+        folded, node = self.graph.folded, self.graph.node_of[op_class]
+        op, values, mesh = folded.op(op_class), folded.program.values, self.resharder.mesh
+        factor_of = self.graph.groups[node].factor_of
+        own = {f: factor_of[k, f] for k, f in factor_of if k == op_class}
+        return tuple(attention(op, values, own, row, mesh) for row in self.strategies[node].assignment)
+
+    def ring_messages(self, op_class: int) -> tuple[Messages, ...]:
+        """Per strategy, what one run of a blockwise attention sends."""
+        if op_class not in self._ring_messages:
+            pairs = zip(self.attentions(op_class), self.op_seconds(op_class).tolist(), strict=True)
+            self._ring_messages[op_class] = tuple(one.messages(seconds) for one, seconds in pairs)
+        return self._ring_messages[op_class]
+
+    @cached_property
+    def _ring_messages(self) -> dict[int, tuple[Messages, ...]]:
+        """Memo of `ring_messages`."""
+        return {}
+
+    def rings(self, chosen: Sequence[int]) -> Iterator[tuple[int, Messages]]:
+        """The messages of all blockwise attentions under a full assignment, each with its runs in one step."""
+        for op_class, node in enumerate(self.graph.node_of):
+            if self.graph.folded.op(op_class).name in ATTENTIONS:
+                yield self.graph.folded.counts[op_class], self.ring_messages(op_class)[chosen[node]]
 
     def _decomposition_seconds(self, op_class: int, num_bytes: np.ndarray) -> Seconds:
         """[strategies]: seconds of one run of an op that goes through the columns of a matrix, or of many."""

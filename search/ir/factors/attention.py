@@ -3,6 +3,9 @@
 JAX wraps it in `custom_partitioning` while it lowers, with a sharding rule that ties the result to the query alone; keys and
 values must be split alike, and sequences must not. Batches and heads are parallel, here as in the formula. Where several
 query heads share one of keys and values, the heads are a compound dimension, with the shared ones as its major part.
+
+Blockwise attention (`search.ir.attention`) also splits the sequence: of queries, keys and values alike, because
+these travel the ring of the devices that have it. The gradients of keys and values sum over the query heads that share them.
 """
 
 from collections.abc import Sequence
@@ -10,6 +13,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from autoshard.search.ir.attention.layout import KEY, QUERY, Layout
+from autoshard.search.ir.attention.layout import Dims as Labels
+from autoshard.search.ir.attention.op import BACKWARD, FORWARD
 from autoshard.search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
 from autoshard.search.ir.factors.loops import Dim, Loops, opaque
 from autoshard.search.ir.factors.rule import Dims, Kind, Rule, RuleFn
@@ -85,7 +91,44 @@ def _kind(dim: int, outs: Sequence[Any]) -> Kind:
     return Kind.UNSPLITTABLE if is_summed else Kind.PARALLEL
 
 
+def blockwise(num_products: int) -> RuleFn:
+    """The rule of a blockwise attention, or of its gradient."""
+
+    def rule(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
+        layout: Layout = params["layout"]
+        sizes = layout.sizes(*(aval.shape for aval in ins[:3]))
+        loops = Loops()
+        is_forward = num_products == FORWARD_PRODUCTS
+        kinds = {"b": Kind.PARALLEL, "g": Kind.PARALLEL if is_forward else Kind.REDUCE}
+        others = {a: n for a, n in sizes.items() if a not in (QUERY, KEY)}
+        of = {a: loops.dim(n, kinds.get(a[0], Kind.UNSPLITTABLE)) for a, n in others.items()}
+        sequence = Kind.PARALLEL if sizes[QUERY] == sizes[KEY] else Kind.UNSPLITTABLE
+        of[QUERY] = of[KEY] = loops.dim(sizes[QUERY], sequence)
+        if sizes[QUERY] != sizes[KEY]:
+            of[KEY] = loops.dim(sizes[KEY], sequence)
+
+        def dims(labels: Labels) -> Dims:
+            return tuple(sum((of[a] for a in dim), ()) for dim in labels)
+
+        read, made = [layout.query, layout.key, layout.value], [layout.output, layout.statistics]
+        if not is_forward:
+            read, made = [*read, *made, layout.output_gradient], [*layout.gradients]
+        shared = prod(n for a, n in sizes.items() if a[0] in "bg") * sizes[QUERY] * sizes[KEY]
+        channels = sizes["d"] + sizes["e"]
+        flops = num_products / 2 * FLOPS_PER_PRODUCT_SUM * shared * channels
+        return loops.rule(
+            [*map(dims, read), *map(dims, layout.operands)],
+            list(map(dims, made)),
+            flops=flops,
+            is_kernel=True,
+        )
+
+    return rule
+
+
 RULES: dict[str, RuleFn] = {
+    FORWARD: blockwise(FORWARD_PRODUCTS),
+    BACKWARD: blockwise(BACKWARD_PRODUCTS),
     "dot_product_attention_fwd_wrapper": attention(FORWARD_PRODUCTS),
     "dot_product_attention_bwd_wrapper": attention(BACKWARD_PRODUCTS),
 }

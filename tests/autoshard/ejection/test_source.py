@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from autoshard.ejection import source
+from autoshard.ejection.equations import expression
 
 NAMES = {"jax": jax, "jnp": jnp, "lax": lax, "np": np, "P": P}
 
@@ -59,3 +60,7 @@ def test_a_broken_line_says_the_same_and_is_not_too_long(line):
     whole = "def f():\n" + "\n".join(f"    {one}" for one in lines)
     assert ast.dump(ast.parse(whole)) == ast.dump(ast.parse(f"def f():\n    {line}"))
     assert max(map(len, lines)) <= source.MAX_WIDTH
+
+
+def test_a_call_without_operands_has_its_keywords_only():
+    assert expression("axis_index", (), {"axis_name": "data"}) == 'lax.axis_index(axis_name="data")'

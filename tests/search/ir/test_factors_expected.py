@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from autoshard.search.ir import factors
+from autoshard.search.ir.attention.layout import plain_layout
+from autoshard.search.ir.attention.op import BACKWARD, FORWARD
 from autoshard.search.ir.factors import Kind, Rule, rule_for
 from tests.search.ir.test_factors_cases import BINARY, BITWISE, CASES, UNARY, capture, equation, floats
 
@@ -398,9 +400,48 @@ def test_attention_that_counts_places_stays_whole(change: dict[str, Any]):
     assert {factor.kind for factor in rule.factors} == {Kind.UNSPLITTABLE}
 
 
+LAYOUT = plain_layout(heads_first=False, is_grouped=True)
+BLOCKWISE = {
+    FORWARD: (
+        [(2, 8, 6, 4), (2, 8, 3, 4), (2, 8, 3, 5)],
+        [(2, 8, 6, 5), (2, 6, 8)],
+        "b s (n g) d!, b s n d!, b s n e! -> b s (n g) e!, b (n g) s",
+    ),
+    BACKWARD: (
+        [(2, 8, 6, 4), (2, 8, 3, 4), (2, 8, 3, 5), (2, 8, 6, 5), (2, 6, 8), (2, 8, 6, 5)],
+        [(2, 8, 6, 4), (2, 8, 3, 4), (2, 8, 3, 5)],
+        "b s (n g^) d!, b s n d!, b s n e!, b s (n g^) e!, b (n g^) s, b s (n g^) e! -> "
+        "b s (n g^) d!, b s n d!, b s n e!",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "products"), [(FORWARD, 4 + 5), (BACKWARD, 2.5 * (4 + 5))])
+def test_blockwise_attention_is_parallel_in_the_sequence_too(name: str, products: float):
+    """The gradients of keys and values sum over the query heads that share them."""
+    ins, outs, expected = BLOCKWISE[name]
+    rule = rule_for(name, [*avals(ins)], [*avals(outs)], {"layout": LAYOUT})
+    assert same(written(rule)) == same(expected)
+    assert rule.is_kernel
+    assert flops(rule) == pytest.approx(2 * products * 2 * 6 * 8 * 8)
+
+
+def test_sequences_of_two_lengths_stay_whole():
+    rule = rule_for(
+        FORWARD,
+        [*avals([(2, 8, 6, 4), (2, 9, 3, 4), (2, 9, 3, 5)])],
+        [*avals([(2, 8, 6, 5), (2, 6, 8)])],
+        {"layout": LAYOUT},
+    )
+    assert same(written(rule)) == same("b s! (n g) d!, b t! n d!, b t! n e! -> b s! (n g) e!, b (n g) s!")
+
+
 def test_the_table_is_complete():
     """Each primitive with a rule stands in one of the tables."""
     written_down = (
-        {CASES[case][0] for case in EXPECTED} | set(DIRECT) | {name for name, *_ in ATTENDED.values()}
+        {CASES[case][0] for case in EXPECTED}
+        | set(DIRECT)
+        | {name for name, *_ in ATTENDED.values()}
+        | {*BLOCKWISE}
     )
     assert set(factors._RULES) <= written_down | {"custom_partitioning", "pallas_call"}

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from autoshard.executors.rewrite import evaluator
 from autoshard.search.ir.graph import Step, walk
 from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.sinking import sunk
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.microbatches import microbatched
 
@@ -115,3 +116,29 @@ def test_arguments_are_read_where_they_are():
     square = jax.ShapeDtypeStruct((LAYERS, 512, 512), w.dtype)
     traced = trace(step, square, jax.ShapeDtypeStruct(wide.shape, bool), wide)
     assert wide.shape in large_constants(traced)
+
+
+def test_a_whole_mask_sinks_if_it_is_asked_for():
+    """Broadcast over a batch of 64, a mask is much smaller than the scores, and still large: a mebibyte."""
+    params = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
+    step = trace(
+        scanned(jax.checkpoint(masked_at_length)),
+        params,
+        jax.ShapeDtypeStruct((64, 1024, WIDTH), jnp.float32),
+    )
+
+    def square(graph):
+        return any(op.name == "scan" and (1024, 1024) in shapes_read(graph, op) for op in graph.ops)
+
+    def shapes_read(graph, op):
+        return [graph.values[v].shape for v in op.operands]
+
+    assert square(step.graph)
+    assert not square(sunk(step.graph, is_whole=True))
+
+
+def masked_at_length(x, w):
+    """Attention of a sort, causal in as many positions as there are."""
+    scores = jnp.einsum("bqd,bkd->bqk", x @ w, x)
+    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    return x + jax.nn.softmax(jnp.where(causal, scores, -1e9)) @ x

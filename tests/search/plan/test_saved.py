@@ -85,6 +85,7 @@ PLANS = {
 }
 
 OTHERS = {
+    "attention": "blockwise",
     "step": "another_step",
     "fingerprint": "fedcba9876543210",
     "jax": "0.11",

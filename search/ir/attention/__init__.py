@@ -1,0 +1,1 @@
+"""Attention as one op, computed in blocks."""
