@@ -218,6 +218,10 @@ def _converted(op: Op, known: Fact, source: Callable[[int, Any], int | None]) ->
     return None
 
 
+def _clamped(low: Any, x: Any, high: Any) -> Any:
+    return np.minimum(np.maximum(x, low), high)
+
+
 _COMPUTED: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         **{"add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide},
@@ -226,7 +230,7 @@ _COMPUTED: Mapping[str, Callable[..., Any]] = MappingProxyType(
         **{"eq": np.equal, "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal},
         **{"lt": np.less, "le": np.less_equal, "and": np.bitwise_and, "or": np.bitwise_or},
         "not": np.bitwise_not,
-        "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+        "clamp": _clamped,
         "pow": np.power,
     }
 )
