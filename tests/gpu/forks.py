@@ -10,6 +10,8 @@ import os
 import select
 import socket
 import sys
+import traceback
+from contextlib import suppress
 
 HANDED_ON = ("TMPDIR", "XLA_FLAGS")
 MAX_BYTES = 1 << 16
@@ -46,7 +48,8 @@ def serve(address: str) -> None:
                 for file in files:
                     os.close(file)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                asking.sendall(str(status).encode())
+                with suppress(BrokenPipeError):  # whoever asked may have been killed meanwhile
+                    asking.sendall(str(status).encode())
 
 
 def _compile(environment: dict[str, str], files: list[int]) -> int:
@@ -60,7 +63,7 @@ def _compile(environment: dict[str, str], files: list[int]) -> int:
         child.main()
         os._exit(0)
     finally:
-        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
         os._exit(1)
 
 

@@ -39,7 +39,7 @@ STEP = trace(
 
 
 def options(cap_mib: float, **more) -> Options:
-    return Options(int(cap_mib * MIB), **more)
+    return Options(int(cap_mib * MIB), **{"offload": "never", **more})
 
 
 def problems(asked: Options) -> tuple[StepProblem, list[MeshProblem]]:
@@ -177,7 +177,7 @@ def test_first_the_cap_then_the_peak_then_what_would_fit():
     assert re.fullmatch(
         r"nothing fits 20 MiB a device on 4xH100-80GB\. "
         r"The smallest peak found is 37 MiB \(mesh 4\), at forward add \(.*test_infeasible\.py:\d+\), where these reside: "
-        r"parameters 2 MiB, batch 2 MiB, residuals 16 MiB, temporaries 17 MiB\. "
+        r"frozen weights 2 MiB, batch 2 MiB, residuals 16 MiB, temporaries 17 MiB\. "
         r"Any one of these would fit: a cap of 37\.3 MiB \(step [^)]*\); 8 devices \(step [^)]*\)\.",
         message,
     )

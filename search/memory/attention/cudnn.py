@@ -5,7 +5,7 @@ scale and mask are parameters, so that nothing has to be recognised. Attention w
 form, with dropout or with a score function of the user's stays as it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -72,7 +72,7 @@ def _scores(params: dict[str, Any]) -> Scores:
     nodes = [
         Node(None, leaf=("score",)),
         Node(None, leaf=("number", float(params["scale"]), number)),
-        Node(lax.mul_p, operands=(0, 1)),
+        Node(lax.mul_p, _params(lax.mul, 1.0, 1.0), (0, 1)),
     ]
     if params["mask_type"].name == "NO_MASK":
         return Scores(tuple(nodes), None, number)
@@ -83,7 +83,7 @@ def _scores(params: dict[str, Any]) -> Scores:
     ]
     if window := params["sliding_window_length"]:
         nodes += [
-            Node(lax.sub_p, operands=(3, 4)),
+            Node(lax.sub_p, _params(lax.sub, 1, 1), (3, 4)),
             Node(None, leaf=("number", window, "int32")),
             Node(lax.lt_p, operands=(6, 7)),
             Node(lax.and_p, operands=(5, 8)),
@@ -94,3 +94,8 @@ def _scores(params: dict[str, Any]) -> Scores:
         Node(lax.select_n_p, operands=(shown, shown + 1, 2)),
     ]
     return Scores(tuple(nodes), Mask(shown, 0, HIDDEN), number)
+
+
+def _params(function: Callable[..., Any], *operands: float) -> tuple[tuple[str, Any], ...]:
+    """The parameters that this version of JAX gives to a function's primitive."""
+    return tuple(jax.make_jaxpr(function)(*operands).eqns[0].params.items())

@@ -85,7 +85,7 @@ def test_what_is_left_as_it_was_is_no_result():
     traced = trace(step, jnp.eye(4), jnp.eye(4), X)
     assert traced.results == ("result", "new w", "made[0]")
     assert traced.replaces == (None, 0, None)
-    assert [a.role for a in traced.arguments] == [Role.PARAMETER, Role.PARAMETER, Role.BATCH]
+    assert [a.role for a in traced.arguments] == [Role.PARAMETER, Role.FROZEN, Role.BATCH]
 
 
 def test_what_is_left_in_another_shape_replaces_nothing():
