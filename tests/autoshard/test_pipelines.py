@@ -37,7 +37,7 @@ def on_one_device() -> Reference:
 def in_two_stages():
     """The step as a pipeline, called once."""
     case = on_one_device().case
-    step = autoshard.parallelize(case.step, stages=2, microbatches=2, schedule="1f1b")
+    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
     step(case.init(), case.batch(0))
     return step
 
@@ -297,7 +297,7 @@ def test_an_edited_cut_is_honoured_and_an_impossible_one_refused(mlp):
 
 def test_a_batch_of_another_size_has_its_own_pipeline(mlp):
     case = mlp.case
-    step = autoshard.parallelize(case.step, stages=2, microbatches=2, schedule="1f1b", mesh=(2, 2))
+    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
     state, _ = step(case.init(), case.batch(0))
     half = jax.tree.map(lambda x: x[:12], case.batch(1))
     with pytest.warns(autoshard.AutoshardWarning, match="planning once for the new ones too$"):
@@ -418,8 +418,7 @@ def test_where_the_state_will_lie_is_said_beforehand(mlp):
 
 def test_what_it_does_is_told():
     said, case = [], make_mlp()
-    options = {"stages": 2, "microbatches": 2, "schedule": "1f1b"}
-    autoshard.parallelize(case.step, **options, progress=said.append)(*case.args())
+    autoshard.parallelize(case.step, stages=2, microbatches=2, progress=said.append)(*case.args())
     assert said[0] == "tracing"
     assert said[-1] == "compiling"
     assert "2 microbatches, 4 replicas of each stage" in said
