@@ -85,7 +85,7 @@ class Stack(nnx.Module):
 
 def create(module=Mlp):
     model = module(nnx.Rngs(0, params=1, dropout=2))
-    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
 
 
 def create_with_metrics():
@@ -149,7 +149,7 @@ def test_a_step_that_is_jitted_by_nnx(options):
 def test_in_microbatches():
     def create():
         model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
 
     assert_as_nnx_jit(step, create, X, jit=functools.partial(parallelize, microbatches=2))
 

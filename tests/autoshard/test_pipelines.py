@@ -37,7 +37,7 @@ def on_one_device() -> Reference:
 def in_two_stages():
     """The step as a pipeline, called once."""
     case = on_one_device().case
-    step = autoshard.parallelize(case.step, stages=2)
+    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
     step(case.init(), case.batch(0))
     return step
 
@@ -78,6 +78,11 @@ def momentum(state, x):
     return {"w": [w - 0.1 * m for w, m in zip(state["w"], m, strict=True)], "m": m}
 
 
+def slowly(*values):
+    """Pins like others, of other arguments or on other meshes."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 WIDTH = 192
 """Momenta are large enough to be split over replicas."""
 
@@ -92,14 +97,14 @@ def of_momentum():
     ("pin", "mesh", "specs"),
     [
         ({"state['w'][0]": jax.P(None, "data")}, (2, 2), {"w0": jax.P(None, "data")}),
-        ({"state['m'][0]": jax.P()}, (2, 2), {"m0": jax.P()}),
+        slowly({"state['m'][0]": jax.P()}, (2, 2), {"m0": jax.P()}),
         ({"state['m'][*]": jax.P("data")}, (2, 2), dict.fromkeys(("m0", "m1"), jax.P("data"))),
-        (
+        slowly(
             {"state['m']": "P('data', 'model')"},
             (1, 2, 2),
             dict.fromkeys(("m0", "m1"), jax.P("data", "model")),
         ),
-        ({"state['w'][1]": jax.P("model")}, None, {"w1": jax.P("model")}),
+        slowly({"state['w'][1]": jax.P("model")}, None, {"w1": jax.P("model")}),
         ({"x": jax.P("data")}, (2, 2), {"x": jax.P("data")}),
         ({"state['m'][0]": "P('data') on host"}, (2, 2), {"m0": jax.P("data")}),
     ],
@@ -263,8 +268,7 @@ def test_what_is_given_up_is_reused_where_a_result_is_like_it(donate):
 
 
 def test_a_state_made_the_ordinary_way_is_placed_by_the_first_call(mlp):
-    step = autoshard.parallelize(mlp.case.step, stages=4, schedule="zb-v", microbatches=8)
-    assert_equal(run_steps(step, mlp.case, mlp.case.init(), NUM_STEPS), mlp.results)
+    assert_equal(run_steps(in_two_stages(), mlp.case, mlp.case.init(), NUM_STEPS), mlp.results)
 
 
 def test_a_saved_plan_is_used_again(mlp, tmp_path):
@@ -282,9 +286,7 @@ def test_a_saved_plan_is_used_again(mlp, tmp_path):
 
 def test_an_edited_cut_is_honoured_and_an_impossible_one_refused(mlp):
     case = mlp.case
-    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
-    step(case.init(), case.batch(0))
-    data = step.plan.to_json()
+    data = in_two_stages().plan.to_json()
     data["stages"][1]["first_op"] = 1
     edited = autoshard.parallelize(case.step, plan=Plan.from_json(data))
     assert_equal(run_steps(edited, case, case.init(), NUM_STEPS), mlp.results)
@@ -540,10 +542,10 @@ def test_a_pipeline_is_found_by_itself_where_one_program_waits():
     flops = tuple((dtype, rate * 1e-5) for dtype, rate in gpus.device.flops_per_s)
     device = replace(gpus.device, flops_per_s=flops, memory_bytes_per_s=gpus.device.memory_bytes_per_s * 1e-3)
     slow = replace(
-        gpus, device=device, intra=replace(gpus.intra, bytes_per_s=1e6), num_devices=4, devices_per_node=4
+        gpus, device=device, intra=replace(gpus.intra, bytes_per_s=1e6), num_devices=2, devices_per_node=2
     )
     case = make_mlp(widths=(256,) * 5, batch=64)
-    step = autoshard.parallelize(case.step, cluster=slow, devices=jax.devices()[:4])
+    step = autoshard.parallelize(case.step, cluster=slow, devices=jax.devices()[:2])
     state, metrics = step(*case.args())
     one = autoshard.search(case.step, *case.abstract_args(), cluster=slow, stages=1)
     assert step.plan.estimates.step_s < one.estimates.step_s

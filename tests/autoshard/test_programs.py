@@ -29,9 +29,8 @@ def on_gpus(monkeypatch):
 
 def searched(cap_bytes):
     cluster = parse_cluster("8xH100-80GB")
-    built = programs.searched(
-        trace(chain, *SHAPES), cluster, Options(cap_bytes, remat="never"), jax.devices(), lambda: None
-    )
+    options = Options(cap_bytes, (8,), remat="never", microbatches=1)
+    built = programs.searched(trace(chain, *SHAPES), cluster, options, jax.devices(), lambda: None)
     return built.found, built.program
 
 

@@ -223,7 +223,7 @@ def weak_types_of(tree):
     return [(x.shape, x.dtype, x.weak_type) for x in map(jax.typeof, jax.tree.leaves(tree))]
 
 
-EXECUTORS = [{}, {"microbatches": 2}, {"stages": 2, "microbatches": 2}]
+EXECUTORS = [{}, {"microbatches": 2}, {"stages": 2, "microbatches": 2, "schedule": "1f1b", "mesh": (4, 1)}]
 
 
 @pytest.mark.parametrize("options", EXECUTORS, ids=str)

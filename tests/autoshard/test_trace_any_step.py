@@ -384,7 +384,13 @@ PLANS_ON_MESHES = dict(zip(STEPS, cycle(product(MESHES, PLANS)), strict=False))
 """By step, a mesh and a plan on it; each mesh and each plan meets every fourth step."""
 
 
-@pytest.mark.parametrize("name", STEPS)
+IN_PARTS = {"linen_remat_scan", "pallas_kernel", "raw_key"}
+"""Others have `scan` and `checkpoint` apart, tests/executors/test_kernels.py has kernels, and a typed key is a raw one."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_PARTS else []) for name in STEPS]
+)
 def test_runs_and_equals_one_device(name):
     assert_equals_one_device(name, *PLANS_ON_MESHES[name])
 

@@ -77,7 +77,10 @@ def test_a_checkpoint_around_each_layer_computes_its_products_once_more():
 @pytest.mark.devices
 @pytest.mark.parametrize(
     ("make", "sizes", "make_unrolled"),
-    [(make_scanned_gpt, GPT, make_megatron), (make_scanned_llama, LLAMA, make_llama)],
+    [
+        pytest.param(make_scanned_gpt, GPT, make_megatron, marks=pytest.mark.slow),  # as the next one
+        (make_scanned_llama, LLAMA, make_llama),
+    ],
     ids=["gpt", "llama"],
 )
 def test_a_scanned_model_has_the_loss_of_the_unrolled_one(make, sizes, make_unrolled):

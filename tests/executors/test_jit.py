@@ -206,7 +206,7 @@ def test_results_feed_the_next_call_without_moving():
     assert [a.sharding for a in jax.tree.leaves(state)] == before
 
 
-@pytest.mark.parametrize("model", ["gpt_linen", "gpt_scan"])
+@pytest.mark.parametrize("model", [pytest.param("gpt_linen", marks=pytest.mark.slow), "gpt_scan"])
 def test_drawn_plans_lower_in_every_dtype(model):
     case = zoo.MAKERS[model](num_layers=2, dtype=jnp.bfloat16)
     traced = trace(case.step, *case.abstract_args())

@@ -108,7 +108,11 @@ def test_a_factor_that_needs_replication_is_gathered_first():
     assert {w for _, w in seen} == {(16, 32)}
 
 
-@pytest.mark.parametrize("seed", range(3))
+SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)))
+"""Of plans that are drawn; those above and below are pinned."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_any_plan_of_a_trained_kernel_gives_one_devices_numbers(seed):
     @jax.custom_vjp
     def kernel(x, w):
@@ -218,7 +222,7 @@ def test_a_pallas_kernel_under_vmap_runs_for_the_batches_of_its_device(vmaps):
     assert collectives(program) == set()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_any_plan_of_a_pallas_kernel_gives_one_devices_numbers(seed):
     def step(w, x):
         y = jax.vmap(jax.vmap(scaled, (0, None)), (0, None))(x @ w, S)

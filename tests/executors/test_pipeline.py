@@ -51,18 +51,26 @@ def assert_trains_alike(model: str, schedule, **options) -> PipelineProgram:
     return program
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+QUICK = ("1f1b", "zb-v", "chimera")
+"""Stages in a row, backward tasks in two on mirrored stages, and stages twice. An executor knows nothing else of a schedule;
+`tests/search/pipeline/test_schedules.py` shows that each runs its tasks in an order that can be."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 def test_each_schedule_trains_as_one_device(name):
     assert_trains_alike("mlp", schedule_of(name, 4, 8 if name == "dualpipe-v" else 4))
 
 
+@pytest.mark.slow  # `test_numerics` runs the models, those above the schedules
 @pytest.mark.parametrize(
     ("model", "name", "num_stages", "num_microbatches", "num_replicas"),
     [
         ("resnet", "zb-h2", 2, 4, 2),
-        pytest.param("gpt_nnx_optimizer", "zb-h1", 2, 4, 1, marks=pytest.mark.slow),
-        pytest.param("t5", "1f1b", 2, 4, 1, marks=pytest.mark.slow),
-        pytest.param("vit", "gpipe", 2, 8, 1, marks=pytest.mark.slow),
+        ("gpt_nnx_optimizer", "zb-h1", 2, 4, 1),
+        ("t5", "1f1b", 2, 4, 1),
+        ("vit", "gpipe", 2, 8, 1),
     ],
 )
 def test_each_model_trains_as_on_one_device(model, name, num_stages, num_microbatches, num_replicas):
@@ -109,7 +117,7 @@ def clipped() -> Case:
 def test_totals_over_all_stages_and_results_by_example_are_one_devices():
     with jax.enable_x64(True):
         single = Reference.of(clipped(), NUM_STEPS)
-        program = pipelined(single.step, schedule_of("1f1b", 4, 4), num_replicas=2)
+        program = pipelined(single.step, schedule_of("1f1b", 2, 2), num_replicas=2)
         assert_equal(trained(single, program), single.results)
 
 

@@ -141,6 +141,6 @@ def test_no_result_is_lost_to_a_later_call(executor):
 
 
 @given(DRAWN, st.sampled_from([*EXECUTORS]))
-@settings(max_examples=5, phases=(Phase.generate,))  # each is compiled: to shrink one takes minutes
+@settings(max_examples=3, phases=(Phase.generate,))  # each is compiled: to shrink one takes minutes
 def test_no_result_of_a_drawn_step_is_lost_to_a_later_call(drawn, executor):
     assert_results_are_kept(drawn, executor)

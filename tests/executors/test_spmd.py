@@ -79,7 +79,7 @@ def on_one_device(name: str) -> Reference:
     ("name", "stages", "schedule", "microbatches", "mesh"),
     [
         ("shared", 2, "gpipe", 4, (2, 2)),
-        ("shared", 8, "circular", 4, None),
+        pytest.param("shared", 8, "circular", 4, None, marks=pytest.mark.slow),  # as the next one
         ("recomputed", 4, "circular", 8, (1, 2, 2)),
         pytest.param("gpt", 2, "gpipe", 4, (2, 2), marks=pytest.mark.slow),
     ],

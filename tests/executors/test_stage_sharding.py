@@ -84,7 +84,7 @@ def handed_on_bytes(pipeline: Pipeline, stage: int) -> float:
 
 
 def test_a_stage_keeps_what_is_predicted():
-    case = make_megatron(num_layers=4, hidden=64, seq=32, batch=16)
+    case = make_megatron(num_layers=2, hidden=64, seq=32, batch=16)
     step = trace(case.step, *case.abstract_args())
     pipeline = find(step, parse_cluster("16xH100-80GB"), PipelineOptions(PLENTY_BYTES, 2, "1f1b", 2, (2, 4)))
     for stage, taken in enumerate(pipeline.plan.estimates.stages):
@@ -155,6 +155,7 @@ def test_a_stage_that_must_recomputes_and_all_train_as_one_device(make, share, r
         assert apply(single.step, scarce.plan).plan.to_json() == scarce.plan.to_json()
 
 
+@pytest.mark.slow  # `test_what_is_faster_recomputed_than_stacked_...` of `tests/search/test_recomputation.py` shows it
 def test_what_a_loop_would_stack_up_is_recomputed_where_that_is_faster():
     """Attention of long sequences, under a cap that is no matter."""
     case = make_megatron(num_layers=4, hidden=64, seq=512, batch=16, scanned=True)

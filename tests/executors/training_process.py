@@ -76,18 +76,20 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
 
     def on_unequal_submeshes() -> list[float]:
         step = trace(case.step, *case.abstract_args())
-        program = pipelined(step, schedule_of("1f1b", 2, 4), sizes=(6, 2))
+        program = pipelined(step, schedule_of("1f1b", 2, 2), sizes=(6, 2))
         state = jax.device_put(case.init(), program.shardings[0])
         return losses(program.fn, state)
 
     def of_one_program() -> list[float]:
         layers = layered()
-        step = autoshard.parallelize(layers.step, stages=2, microbatches=2, executor="spmd")
+        step = autoshard.parallelize(
+            layers.step, stages=2, schedule="gpipe", microbatches=2, mesh=(4, 1), executor="spmd"
+        )
         state = step.init(layers.init, args=(layers.batch(0), *layers.extra()))
         return losses(step, state, range(NUM_STEPS), layers)
 
     def from_a_checkpoint() -> list[float]:
-        step = autoshard.parallelize(telling_all, stages=4, microbatches=4)
+        step = autoshard.parallelize(telling_all, stages=4, schedule="1f1b", microbatches=2, mesh=(2, 1))
         state, _ = step(step.init(case.init, args=(case.batch(0),)), case.batch(0))
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / "state", step.for_checkpoint(state))

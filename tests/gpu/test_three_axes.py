@@ -83,6 +83,7 @@ def test_the_compiled_program_holds_what_the_plan_says(name, most_above):
     assert -MARGIN <= proof.predicted.peak_bytes / proof.compiled.peak_bytes - 1 <= most_above
 
 
+@pytest.mark.slow  # `test_a_step_that_recomputes_keeps_to_its_cap` of `test_collectives` shows it on fewer axes
 def test_a_plan_keeps_to_its_cap():
     cap_bytes = int(0.7 * proven("AdamW").compiled.peak_bytes)
     proof = proven("AdamW", cap_bytes)

@@ -118,7 +118,10 @@ for command in (plan, ("show", "plan.json"), ("clusters",), ("verify", "train.py
 
 @pytest.mark.parametrize(
     ("script", "platforms", "started"),
-    [(FROM_PYTHON, {}, []), (FROM_THE_COMMAND_LINE, {"JAX_PLATFORMS": ""}, ["cpu"])],
+    [
+        pytest.param(FROM_PYTHON, {}, [], marks=pytest.mark.slow),
+        (FROM_THE_COMMAND_LINE, {"JAX_PLATFORMS": ""}, ["cpu"]),
+    ],
     ids=["from Python", "from the command line"],
 )
 def test_no_device_is_looked_for(tmp_path, script, platforms, started):

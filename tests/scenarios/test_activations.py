@@ -166,6 +166,11 @@ def large_collectives(lowered: Lowered) -> set[str]:
     return {kind for kind, count in moved.items() if count >= LAYERS}
 
 
+def slowly(*values):
+    """Another number of devices."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def test_the_terms_are_those_of_the_paper():
     def total(unit, is_split):
         return sum(t.megatron for t in TERMS.values() if t.unit == unit and t.is_split is is_split)
@@ -189,7 +194,7 @@ def test_a_layer_on_one_device():
     assert coefficients == pytest.approx(expected(), rel=1e-6)
 
 
-@pytest.mark.parametrize(("t", "sizes"), [(8, Sizes(512, 2, 2048, 16)), (4, Sizes(1024, 1, 2048, 16))])
+@pytest.mark.parametrize(("t", "sizes"), [(8, Sizes(512, 2, 2048, 16)), slowly(4, Sizes(1024, 1, 2048, 16))])
 def test_a_layer_under_tensor_parallelism(t, sizes):
     found = mesh_problem(sizes, "H100-80GB", t)
     lowered = lowered_for(found, loose(found))
@@ -197,7 +202,7 @@ def test_a_layer_under_tensor_parallelism(t, sizes):
     assert kept_bytes(found, lowered) == np.dot(expected(t), sizes.units)
 
 
-@pytest.mark.parametrize(("t", "sizes"), [(8, Sizes(2048, 2, 2048, 16)), (4, Sizes(2048, 1, 2048, 16))])
+@pytest.mark.parametrize(("t", "sizes"), [(8, Sizes(2048, 2, 2048, 16)), slowly(4, Sizes(2048, 1, 2048, 16))])
 def test_a_layer_with_sequence_parallelism(t, sizes):
     found = mesh_problem(sizes, "A100-80GB", t)
     lowered = lowered_for(found, tight(found))

@@ -106,6 +106,7 @@ def test_megatron_splits_columns_then_rows_with_one_all_reduce_per_half_block_ea
     assert others in ([0, 0, 0], [1, 0, 0])  # the embedding's result, where its table is split by columns
 
 
+@pytest.mark.slow  # `test_activations` and `test_headlines` have smaller steps that are sequence parallel
 def test_sequence_parallelism_replaces_all_reduces_when_memory_asks_for_it():
     case = make_megatron(
         num_layers=2, hidden=2048, heads=16, vocab=512, seq=256, batch=2, compute_dtype=jnp.bfloat16
@@ -274,6 +275,7 @@ def test_tensor_parallelism_stays_inside_the_node():
     assert crossing_bytes < 1e-3 * moved(plan, "all-gather", "reduce-scatter")
 
 
+@pytest.mark.slow  # `test_few_layers_stand_for_many` of tests/search/test_shortened_search.py shows why
 def test_search_cost_does_not_grow_with_depth():
     def num_decisions(num_layers):
         case = make_megatron(

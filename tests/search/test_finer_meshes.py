@@ -70,6 +70,7 @@ def test_what_is_faster_recomputed_than_stacked_is_recomputed_on_three_axes_too(
     assert best.estimates.step_s <= 1.005 * asked.estimates.step_s
 
 
+@pytest.mark.slow  # `test_what_only_recomputes_...` shows when three axes are asked
 def test_where_nothing_fits_as_it_is_three_axes_are_asked_of_what_recomputes():
     """On 16 L4s under 85% of its memory the step fits on two axes, under 70% it has to recompute."""
     cluster, after = parse_cluster("16xL4"), []

@@ -166,29 +166,29 @@ def test_without_its_decisions_a_plan_keeps_everything():
 
 
 @pytest.mark.devices
-def test_the_program_gives_the_numbers_of_one_device():
+@pytest.mark.parametrize("is_scanned", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_program_gives_the_numbers_of_one_device(is_scanned):
     """Found for large arrays, done to small ones: the names are the same."""
     with jax.enable_x64(True):
         params, x = arguments(width=16, batch=32, dtype=jnp.float64)
         rng = np.random.default_rng(0)
         params, x = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) / 4), (params, x))
-        for is_scanned in (False, True):
-            small = trace(step_of(is_scanned), params, x)
-            said = found(is_scanned, 0.5).plan.decisions.retention
-            short = shortened(small, [None] * len(small.arguments))
-            folded = fold(flatten(short.step if short else small))
-            folded = folded_like(flatten(short.whole), folded) if short else folded
-            sites, _ = RetentionCodec(folded).read(said, "plan")
-            assert sites
-            step_problem = StepProblem.of(small, (), CLUSTER.device, sites)
-            on_mesh = step_problem.on(CLUSTER, (8,))
-            labels = on_mesh.solve(on_mesh.pinned({}), 1 << 40, 2.0).labels
-            sharding = driver.step_sharding(on_mesh.memory.costed, labels)
-            program = build(step_problem.step, sharding, jax.devices())
-            wanted = jax.jit(step_of(is_scanned))(params, x)
-            got = program.fn(*jax.device_put(jax.tree.map(jnp.copy, (params, x)), program.shardings))
-            for one, many in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
-                np.testing.assert_allclose(many, one, rtol=1e-9)
+        small = trace(step_of(is_scanned), params, x)
+        said = found(is_scanned, 0.5).plan.decisions.retention
+        short = shortened(small, [None] * len(small.arguments))
+        folded = fold(flatten(short.step if short else small))
+        folded = folded_like(flatten(short.whole), folded) if short else folded
+        sites, _ = RetentionCodec(folded).read(said, "plan")
+        assert sites
+        step_problem = StepProblem.of(small, (), CLUSTER.device, sites)
+        on_mesh = step_problem.on(CLUSTER, (8,))
+        labels = on_mesh.solve(on_mesh.pinned({}), 1 << 40, 2.0).labels
+        sharding = driver.step_sharding(on_mesh.memory.costed, labels)
+        program = build(step_problem.step, sharding, jax.devices())
+        wanted = jax.jit(step_of(is_scanned))(params, x)
+        got = program.fn(*jax.device_put(jax.tree.map(jnp.copy, (params, x)), program.shardings))
+        for one, many in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+            np.testing.assert_allclose(many, one, rtol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ MODELS = {
 }
 """Name -> layers, layers of the shortened model, blocks left out per stack."""
 
-SLOW = {"gpt_nnx_optimizer", "t5", "vit"}
+SLOW = {"gpt_nnx_optimizer", "moe", "t5", "vit"}
 """Models that take long to trace. Stacks of their own has the convolutional network below, too, and twelve layers, of which
 "layer_10" comes before "layer_2", the plain small model."""
 

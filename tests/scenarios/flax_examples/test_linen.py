@@ -434,17 +434,16 @@ def train_graph(jit):
     return numbers_of(state, history)
 
 
-# tests/executors/test_numerics.py trains loops and attention; `train_scaled` has WMT's loss scale, `train_vae` static
-# arguments, the MNIST of NNX convolutions
-SLOW = [train_seq2seq, train_wmt, train_ppo]
+# `train_scaled` is a train state of Linen with WMT's loss scale. Loops, attention and convolutions are trained by
+# tests/executors/test_numerics.py; keys, look-ups and custom gradients by tests/autoshard/test_trace_any_step.py; static
+# arguments are those of tests/autoshard/test_signatures.py
+SLOW = [train_seq2seq, train_wmt, train_ppo, train_vae, train_graph]
 
 
 @pytest.mark.parametrize(
     "train",
     [
         train_scaled,
-        train_vae,
-        train_graph,
         *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW),
     ],
 )

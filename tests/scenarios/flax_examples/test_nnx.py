@@ -361,12 +361,11 @@ def train_gemma(jit):
     return metrics.compute(), states_of(model, optimizer, rngs)
 
 
-# tests/executors/test_numerics.py trains a ResNet and attention, and `train_layer` has LM1B's state
-SLOW = [train_imagenet, train_lm1b, train_gemma]
+# tests/executors/test_numerics.py trains a ResNet and attention, tests/autoshard/test_nnx_objects.py metrics in place and
+# random streams, and `train_layer` has LM1B's state
+SLOW = [train_imagenet, train_lm1b, train_gemma, train_mnist]
 
 
-@pytest.mark.parametrize(
-    "train", [train_mnist, train_layer, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)]
-)
+@pytest.mark.parametrize("train", [train_layer, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)])
 def test_an_example_trains_as_under_nnx_jit(train):
     assert_trains_alike(train, nnx.jit)

@@ -84,7 +84,7 @@ def results(step: Step, flat) -> list[np.ndarray]:
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", STEPS)
 def test_the_numbers_are_those_of_the_step(name, count):
     step = microbatched(trace(STEPS[name], *arguments()), count)
