@@ -180,11 +180,11 @@ def find(
     """
     in_blocks = blockwise(step)
     if in_blocks is None:
-        return _find(step, cluster, options, progress)
+        return find_as_written(step, cluster, options, progress)
     spelled_out, refused = None, list[InfeasibleError]()
     try:
         if not holds_too_much(step, in_blocks, cluster.num_devices, options.memory_bytes):
-            spelled_out = _find(step, cluster, options, progress)
+            spelled_out = find_as_written(step, cluster, options, progress)
             costed, plan = spelled_out.on_mesh.memory.costed, spelled_out.plan
             if not may_want_blocks(costed, spelled_out.chosen, plan.estimates.collectives, in_blocks):
                 return spelled_out
@@ -194,7 +194,7 @@ def find(
     if said := without_ring(in_blocks, cluster.num_devices):
         progress(said)
     try:
-        found = _find(in_blocks, cluster, options, progress)
+        found = find_as_written(in_blocks, cluster, options, progress)
     except InfeasibleError as e:
         if spelled_out:
             return spelled_out
@@ -202,7 +202,7 @@ def find(
     return min(filter(None, (spelled_out, found)), key=lambda one: one.plan.estimates.step_s)
 
 
-def _find(step: Step, cluster: Cluster, options: Options, progress: Progress) -> SearchResult:
+def find_as_written(step: Step, cluster: Cluster, options: Options, progress: Progress) -> SearchResult:
     """The fastest plan of one step that fits.
 
     Raises:
