@@ -202,8 +202,10 @@ def find(
     return min(filter(None, (spelled_out, found)), key=lambda one: one.plan.estimates.step_s)
 
 
-def find_as_written(step: Step, cluster: Cluster, options: Options, progress: Progress) -> SearchResult:
-    """The fastest plan of one step that fits.
+def find_as_written(
+    step: Step, cluster: Cluster, options: Options, progress: Progress = lambda line: None
+) -> SearchResult:
+    """The fastest plan that fits of the step as it is written, whatever its attention.
 
     Raises:
       InfeasibleError: nothing fits the cap; says what would.

@@ -13,7 +13,6 @@ from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
 from tests.search.ir.test_row_updates import row_wise_adagrad
 
-from .compiled import HURRY
 
 WIDTH, BATCH = 128, 16384
 GIB = 1 << 30
@@ -41,7 +40,7 @@ def verified(tx, num_devices, table_bytes, num_tables=1, offload=None):
     cluster = parse_cluster(f"{num_devices}xH100-80GB")
     options = Options(78 * GIB, (num_devices,), remat="never", offload=offload or "never", microbatches=1)
     found = find(trace_call("cuda", step, (state, batch), {}), cluster, options)
-    return CompilerVerifier(cluster, Compiler(flags=HURRY), lambda line: None).verified(found, full=True)
+    return CompilerVerifier(cluster, Compiler(), lambda line: None).verified(found, full=True)
 
 
 def test_a_table_and_its_state_fill_a_device():
