@@ -13,7 +13,6 @@ from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
 from tests.search.ir.test_row_updates import row_wise_adagrad
 
-
 WIDTH, BATCH = 128, 16384
 GIB = 1 << 30
 
