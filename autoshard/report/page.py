@@ -205,7 +205,7 @@ def _certificate(plan: PlanValues) -> Html | None:
 
 
 def _candidates(plan: PlanValues) -> Html:
-    """What was tried, by its bound; the plan's own candidate is marked."""
+    """The candidates that the search tried, by their bounds; the plan's own candidate is marked."""
     longest_s = max([plan.estimates.step_s, *(one.bound_s for one in plan.candidates)])
     rows = [
         (
@@ -236,7 +236,7 @@ def _verdict(plan: PlanValues, one: Candidate) -> str:
 
 
 def _sources(plan: PlanValues, cluster: AnyCluster) -> Html:
-    """What of the page is an estimate, what a compiler said, what was measured."""
+    """The sources of the page's numbers: estimates, the compiler, measurements."""
     compiled = plan.estimates.compiled_peak_bytes
     named = {path: said for group in cluster.groups for path, said in group.sources}
     measured = sum(said.startswith("measured") for said in named.values())

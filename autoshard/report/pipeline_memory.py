@@ -1,4 +1,4 @@
-"""A pipeline's memory over the time of a step: a lane for each worker, with what it holds.
+"""A pipeline's memory over the time of a step: a lane for each worker, with the arrays that it holds.
 
 A worker holds the state of its stages all the time, the residuals of the microbatches in flight, and the workspace of the
 task that runs. Residuals rise with each forward pass and fall with each backward pass, so the lanes show which worker fills
@@ -22,10 +22,10 @@ HEIGHT = 100
 """Units of a lane's height."""
 
 SHOWN_CAP = 4
-"""Times the fullest worker: a cap up to here is the height of a lane; above it, nobody would see what is held."""
+"""Largest multiple of the fullest worker's memory at which the cap is the height of a lane; above it, bars would be too low to see."""
 
 KINDS = {"state": "optimizer_state", "residuals": "residuals", "workspace": "temporaries"}
-"""What a worker holds, from the bottom up, by the colour of its kind."""
+"""Parts of a worker's memory, from the bottom up, with the kind of array whose colour they have."""
 
 
 def pipeline_memory(plan: PlanValues, simulation: Simulation) -> Html:

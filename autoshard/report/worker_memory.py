@@ -1,4 +1,4 @@
-"""What a worker of a pipeline holds over the time of a step, in slices of equal time."""
+"""The memory of a pipeline's worker over the time of a step, in slices of equal time."""
 
 from autoshard.search.pipeline.simulator import Simulation
 from autoshard.search.plan.schedule import TaskKind

@@ -1,7 +1,7 @@
-"""A plan beside a real run: the trace of `jax.profiler`, and what the plan predicted.
+"""A plan beside a real run: the trace of `jax.profiler` beside the plan's predictions.
 
 `profile_folder` finds the files of a run; `xplane` and `trace_json` read the kernels of its devices from them. `steps` cuts
-them into steps, `kernel_names` tells by a kernel's name what it computes or moves. `predictions` has the plan's side of the
+them into steps, `kernel_names` tells the class of a kernel by its name. `predictions` has the plan's side of the
 table, and `comparison` is the table.
 
 The format, by XLA's `cupti_collector.cc` and `xplane_schema.cc`: a plane `/device:GPU:0` for each GPU, in it a line `Stream
