@@ -22,7 +22,8 @@ HEIGHT = 100
 """Units of a lane's height."""
 
 SHOWN_CAP = 4
-"""Largest multiple of the fullest worker's memory at which the cap is the height of a lane; above it, bars would be too low to see."""
+"""Largest multiple of the fullest worker's memory at which the cap is the height of a lane. Above it, bars would be too low
+to see."""
 
 KINDS = {"state": "optimizer_state", "residuals": "residuals", "workspace": "temporaries"}
 """Parts of a worker's memory, from the bottom up, with the kind of array whose colour they have."""
