@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from autoshard.cost_model.cluster import Cluster
+from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 
 NAMED = 0.1
@@ -128,7 +129,7 @@ def mfu(shares: Iterable[WorkShares | None], groups: Iterable[Cluster], step_s: 
 def _pipeline(plan: PlanShape) -> list[str]:
     if not plan.schedule:
         return []
-    return [f"{len(plan.stages)} stages x {SCHEDULES.get(plan.schedule, plan.schedule)}"]
+    return [f"{plural(len(plan.stages), 'stage')} x {SCHEDULES.get(plan.schedule, plan.schedule)}"]
 
 
 def _microbatches(plan: PlanShape) -> list[str]:
