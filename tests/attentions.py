@@ -131,7 +131,7 @@ def layer_step(attend: Form, heads: int, key_heads: int) -> Form:
 
 
 def layer_shapes(batch: int, length: int, heads: int, key_heads: int, channels: int, dtype="bfloat16"):
-    """Of the weights and of x."""
+    """The shapes of the weights and of x."""
     sizes = {"q": heads, "k": key_heads, "v": key_heads}
     width = heads * channels
     weights = {n: jax.ShapeDtypeStruct((width, h * channels), dtype) for n, h in sizes.items()}

@@ -19,7 +19,7 @@ WIDTH, HEIGHT, MARGIN = 860, 460, 70
 """Pixels of the drawing, and around the plot."""
 
 RIGHT = 0.7
-"""Of the width: points further right have their name on their left, where there is room."""
+"""Share of the width. The names of points further right stand on their left, where there is room."""
 
 STYLE = """
 :root { color-scheme: light dark }

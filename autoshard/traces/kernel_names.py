@@ -1,4 +1,4 @@
-"""What a kernel computes or moves, by its names.
+"""The class of a kernel, by its names.
 
 The HLO instruction that launched a kernel says most: a collective, a fusion, a product. A library's kernels have their own
 names, and those of a CUDA graph have nothing else. Sources: HLO names by XLA's GPU compiler (`all-gather-start`,

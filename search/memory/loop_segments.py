@@ -272,7 +272,7 @@ def _sums(op: Op) -> frozenset[int]:
 
 
 def _begun(written: Written, carried: Sequence[Atom], sums: Collection[int], like: Op) -> list[Atom]:
-    """What a part of a loop begins with: the carries, but zeros for sums."""
+    """The first carries of a part of a loop: the loop's own, but zeros for sums."""
     values = like.result_values
     return [
         written.write(partial(_zeros, values[c]), (), like) if c in sums else a for c, a in enumerate(carried)

@@ -209,7 +209,7 @@ def _batch_words(use: AxisUse) -> str:
 
 
 def _memory_savers(plan: PlanShape) -> list[str]:
-    """What is recomputed, what is updated by rows, and what is on the host."""
+    """Recomputation, updates by rows, and arrays on the host."""
     said = _recomputed(plan)
     if any(name.startswith(ROW_READ) for s in plan.stages if s.shares for name in s.shares.runs):
         said.append("tables updated by rows")

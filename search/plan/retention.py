@@ -6,7 +6,8 @@ not of all: `remat 0-11, 20 of 48`. `offload` says that what they make waits in 
 
 Of a loop, `remat in segments of 512, 64` says that it is cut into segments of 512 iterations, and these into segments of 64,
 which recompute their residuals (`search.memory.loop_segments`); `before 3072` behind it, that iterations from there on keep
-theirs. `offload` is said of its carries. What is not named is kept where it is needed.
+theirs. `offload` is said of its carries. A residual that the plan does not name is kept where
+it is needed.
 """
 
 import re

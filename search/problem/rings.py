@@ -164,7 +164,7 @@ class Attention:
         return self.values[v].num_bytes / prod(self.parts.get(a, 1) for dim in dims for a in dim)
 
     def messages(self, compute_s: float) -> Messages:
-        """What the devices of the ring send.
+        """The messages of a ring's devices.
 
         Args:
           compute_s: seconds of a device's blocks.

@@ -33,7 +33,7 @@ from tests.attentions import (
 )
 
 RTOL, NOISE = 1e-9, 1e-12
-"""Of the largest element, and absolute: some steps of rounding."""
+"""Tolerance, as a share of the largest element and absolute: some steps of rounding."""
 
 
 def arrays_of(op: Op) -> tuple[list[Dims], list[Dims]]:

@@ -53,13 +53,8 @@ def statistic_dtype(own: Sequence[Any]) -> Any:
 def _back_through(local: Local, own: Any, there: Any, into: Any) -> Any:
     """The gradients of all rows, by block, and of the keys and values that are there."""
     (arrays, rows, i), (k, v, columns, j) = own, there
-    size, num = local.key_block, local.num_keys // local.key_block
-    keys = (
-        blocks_of(k, 1, size),
-        blocks_of(v, 1, size),
-        jax.tree.map(lambda x: blocks_of(x, 3, size), columns),
-    )
-    places = j.reshape(num, size)
+    size, num = local.key_block, local.num_key_blocks
+    keys, places = local.key_blocks(k, v, columns), j.reshape(num, -1)
 
     def row(carry: Any, x: Any) -> Any:
         n, arrays, i, dq = x

@@ -70,6 +70,20 @@ class Local:
         self.block = block_size(num_batches, self.num_queries // (2 if ring.is_zigzag else 1))
         self.key_block = block_size(num_batches, self.num_keys // (2 if ring.is_zigzag else 1))
 
+    @property
+    def num_key_blocks(self) -> int:
+        """Number of blocks of keys."""
+        return self.num_keys // self.key_block
+
+    def key_blocks(self, k: Any, v: Any, columns: dict[int, Any]) -> tuple[Any, Any, dict[int, Any]]:
+        """Keys, values and operands of columns in blocks of keys, the blocks first."""
+        size = self.key_block
+        return (
+            blocks_of(k, 1, size),
+            blocks_of(v, 1, size),
+            {n: blocks_of(x, 3, size) for n, x in columns.items()},
+        )
+
     def take(self, kind: str, x: Any, dims: Dims) -> Any:
         """An array in canonical form, dealt out."""
         order = self.orders[kind]
@@ -137,7 +151,7 @@ def block_at(blocks: Any, n: Any) -> Any:
 
 @dataclass(frozen=True)
 class Block:
-    """What decides a block's scores besides queries and keys."""
+    """The positions and masks of a block, by which its scores follow from queries and keys."""
 
     scores: Scores
     positions: Mapping[Label, Any]

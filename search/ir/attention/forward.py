@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -48,13 +47,8 @@ def _added(block: Block, q: Any, k: Any, v: Any, sums: Sums) -> Sums:
 def _through(local: Local, own: Any, there: Any, sums: Any) -> Any:
     """The sums of all rows, by block, with the keys that are there."""
     (q, rows, i), (k, v, columns, j) = own, there
-    size, num = local.key_block, local.num_keys // local.key_block
-    keys = (
-        blocks_of(k, 1, size),
-        blocks_of(v, 1, size),
-        jax.tree.map(lambda x: blocks_of(x, 3, size), columns),
-    )
-    places = j.reshape(num, size)
+    num = local.num_key_blocks
+    keys, places = local.key_blocks(k, v, columns), j.reshape(num, -1)
 
     def row(carry: None, x: Any) -> tuple[None, Sums]:
         n, q, i, sums = x

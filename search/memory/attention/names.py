@@ -66,7 +66,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What an op does to the dimensions of its operand."""
+    """Takes the names of dimensions from an op's operand to its result, and back."""
 
     names: Names
     op: Op
