@@ -6,7 +6,7 @@ solves and checks the step in the way of a search, with the plan's decisions as 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -193,13 +193,8 @@ def find(
     progress("attention in blocks")
     if said := without_ring(in_blocks, cluster.num_devices):
         progress(said)
-    try:
-        found = find_as_written(in_blocks, cluster, options, progress)
-    except InfeasibleError as e:
-        if spelled_out:
-            return spelled_out
-        raise min((*refused, e), key=lambda one: one.smallest_bytes) from None
-    return min(filter(None, (spelled_out, found)), key=lambda one: one.plan.estimates.step_s)
+    other = partial(find_as_written, in_blocks, cluster, options, progress)
+    return _faster(spelled_out, refused, other)
 
 
 def find_as_written(
@@ -208,7 +203,7 @@ def find_as_written(
     """The fastest plan that fits of the step as it is written, whatever its attention.
 
     Raises:
-      InfeasibleError: nothing fits the cap; says what would.
+      InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
     """
     watch = Stopwatch(step.trace_s)
     short = shortened(step, _equivalence_keys(step, _options_json(options)))
@@ -224,13 +219,24 @@ def find_as_written(
         return few
     if short:
         progress("all layers")
+    return _faster(few, refused, partial(_found, step, None, cluster, options, progress, watch))
+
+
+def _faster(
+    first: SearchResult | None, refused: Sequence[InfeasibleError], search: Callable[[], SearchResult]
+) -> SearchResult:
+    """The faster plan of a first search, if it found one, and of a second search.
+
+    Raises:
+      InfeasibleError: neither search found a plan. The error is the one with the smallest peak.
+    """
     try:
-        whole = _found(step, None, cluster, options, progress, watch)
+        second = search()
     except InfeasibleError as e:
-        if few:
-            return few
+        if first:
+            return first
         raise min((*refused, e), key=lambda one: one.smallest_bytes) from None
-    return min(filter(None, (few, whole)), key=lambda one: one.plan.estimates.step_s)
+    return min(filter(None, (first, second)), key=lambda one: one.plan.estimates.step_s)
 
 
 def _by_few_layers(
