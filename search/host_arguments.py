@@ -86,6 +86,12 @@ class HostArguments:
         """Bytes per device of arguments that are split over all devices."""
         return sum(self._num_bytes[i] for i in arguments) / self.cluster.num_devices
 
+    def shard_bytes(self, role: Role) -> tuple[float, ...]:
+        """Bytes per device of each argument with a role, split over all devices."""
+        roles = (argument.role for argument in self.step.arguments)
+        shared = zip(roles, self._num_bytes, strict=True)
+        return tuple(n / self.cluster.num_devices for own, n in shared if own is role)
+
     def is_too_much(self, hosted: frozenset[int], working_bytes: float) -> bool:
         """True if the arguments on the device leave no room for the work, even if all devices share them."""
         there = (num_bytes for i, num_bytes in enumerate(self._num_bytes) if i not in hosted)

@@ -6,8 +6,8 @@
 3. If a faster solution does not fit, steps that recompute ops or offload residuals are built (`search.recomputation`,
    `search.attempts`). After them, deferred meshes are solved under the cap. While there is no plan, the smallest of
    these steps decides: if it misses the cap, 4 comes first.
-4. If no plan fits, or the cap makes the step much slower, 1 and 3 are repeated with arguments in host memory
-   (`search.memory.offload`), then with more and more microbatches (`search.memory.microbatches`).
+4. If no plan fits, or the cap makes the step slower, 1 and 3 are repeated for variants of the step, the most promising
+   first: in microbatches, with arguments in host memory, or both (`search.variants`).
 5. The best plan's rewritten step is tried on the other meshes. If there is no plan, the plan of the smallest peak is tried.
 
 A rewritten step computes all that the baseline computes, so lower bounds on uncapped baselines hold for it, too. Loops
@@ -31,7 +31,6 @@ from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import RELATIVE_GAP, ROUNDING, Known, MeshProblem, StepProblem
-from autoshard.search.microbatch_counts import MicrobatchCounts, least_s
 from autoshard.search.options import OFFLOADED, RESIDUALS
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
 from autoshard.search.recomputation import (
@@ -44,17 +43,14 @@ from autoshard.search.recomputation import (
 )
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.trials import Baseline, Bounds, Trials
+from autoshard.search.variants import Saving, Variant, Variants
 
 FIRST_SHARE = 0.2
 """Share of the time for the baseline and all steps that recompute. The fastest mesh may take it under the cap before
 steps that recompute are tried. Source: a choice of ours; steps that recompute are often faster and found sooner."""
 
-MIN_CAP_LOSS = 0.1
-"""Arguments are offloaded and the batch is split only if the best plan is slower than the uncapped solution by more
-than this share. Source: a choice of ours; with two microbatches, each sharded parameter is gathered twice."""
-
-SPLIT_SHARE = 0.4
-"""Share of the time left for microbatches that one number of microbatches may take. Source: a choice of ours."""
+VARIANT_SHARE = 0.4
+"""Share of the time left for variants that one of them may take. Source: a choice of ours."""
 
 MAX_MICROBATCHES = 64
 """Largest number of microbatches that is tried if the user names none. Source: a choice of ours."""
@@ -76,7 +72,6 @@ class StepSearch:
       given_up: baselines of which nothing seemed to fit. They are searched at length if nothing else fits.
       uncapped: the fastest uncapped solution, if it is faster than all plans under the cap.
       working_bytes: lower bound on the undivided memory besides the arguments, on any mesh.
-      split_s: lower bounds on uncapped plans, by number of microbatches that was tried.
       tried: a sentence for the error message on rewrites that were tried without success.
       host_arguments: the arguments that may rest in host memory.
     """
@@ -96,10 +91,8 @@ class StepSearch:
         self.uncapped: UncappedSolution | None = None
         self.given_up: list[Baseline] = []
         self.working_bytes = 0.0
-        self.split_s: dict[int, float] = {}
         self.tried = ""
         self.host_arguments = HostArguments(self.step, self.cluster, self.options)
-        self.trials.hosted = self.host_arguments.asked_for
 
     @property
     def best(self) -> Found | None:
@@ -118,17 +111,15 @@ class StepSearch:
           InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
           InputError: the step cannot be split into the number of microbatches that the user names.
         """
-        first = self.trials.baseline(
-            microbatched(self.step, self.options.microbatches or 1), self.options.limit_s
-        )
+        step_problem = self._variant(Variant(1))
+        on_meshes = self.trials.on_all_meshes(step_problem)
+        first = self.trials.baseline(step_problem, on_meshes, self.options.limit_s)
         pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
         self.working_bytes = min(working_bytes(*one) for one in pinned)
         self.host_arguments.check_room(first.on_meshes)
         least = self._search_under_cap(first, self.options.limit_s / 2)
-        if self.options.offload is None and self.cluster.host_bytes_per_node:
-            least = self._offloaded(first) or least
-        if self.options.microbatches is None:
-            least = self._in_microbatches() or least
+        if self.uncapped is not None:
+            least = self._in_variants(self.uncapped, step_problem) or least
         while self.best is None and self.given_up and not self.trials.deadline.is_over:
             baseline = self.given_up.pop(0)
             self._recomputed(baseline, baseline.uncapped, self.options.limit_s / 4, may_give_up=False)
@@ -362,148 +353,97 @@ class StepSearch:
         is_asked = offload is None or (not isinstance(offload, str) and RESIDUALS in offload)
         return is_asked and self.cluster.host_bytes_per_node > 0
 
-    def _offloaded(self, first: Baseline) -> Least | None:
-        """Looks for better plans with more and more arguments in host memory. If nothing fits, returns the step that
-        needs the least memory.
-
-        A kind of argument that makes no plan better returns to the device. If there is no plan, the optimizer's state
-        stays on the host in all later trials, because nothing reads it before the update.
-        """
-        pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
-        held_bytes = min(memory.least_bytes(kept) for memory, kept in pinned)
-        least, kinds, best_hosted = None, list[str](), self.trials.hosted
-        for kind in OFFLOADED:
-            if not self.host_arguments.is_worth_moving(self.host_arguments.of_kinds([kind])):
-                continue
-            kinds.append(kind)
-            hosted = self.host_arguments.of_kinds(kinds)
-            is_wanted = (
-                self._may_improve and not self._cannot_improve_on_host(hosted, held_bytes)
-                if self.best
-                else not self.host_arguments.is_too_much(hosted, self.working_bytes)
-            )
-            if not is_wanted:
-                continue
-            self.trials.hosted, before = hosted, self.best
-            self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
-            baseline = self.trials.baseline(first.step_problem.traced, self.options.limit_s / 2)
-            least = self._search_under_cap(baseline, self.options.limit_s / 4)
-            if self.best is not before:
-                best_hosted = hosted
-        self.trials.hosted = (
-            best_hosted
-            if self.best
-            else self.trials.hosted & self.host_arguments.of_kinds(list(OFFLOADED)[:1])
+    def _in_variants(self, uncapped: UncappedSolution, first: StepProblem) -> Least | None:
+        """Looks for better plans in microbatches and with arguments in host memory. If nothing fits, returns the step that
+        needs the least memory."""
+        savings = [Saving(c.saved_bytes, c.more_s) for c in self.savings]
+        shard_bytes = {kind: self.host_arguments.shard_bytes(role) for kind, role in OFFLOADED.items()}
+        variants = Variants.of(
+            uncapped, self.options.memory_bytes, shard_bytes, savings, self._all_variants()
         )
+        if not savings and self.options.remat != "never":
+            variants.assume_recomputation(self.working_bytes)
+        needed_bytes = self.trials.rewritten_bytes(first)
+        if self.best is None and needed_bytes < math.inf:
+            variants.missed(Variant(1), needed_bytes)
+        deadline, is_late = Deadline.after(self.options.limit_s, self.clock), False
+        least, least_bytes = None, math.inf
+        while not deadline.is_over or not (self.best or is_late):
+            if deadline.is_over:  # without a plan, it takes as long again, and the surest variant comes first
+                deadline, is_late = Deadline.after(self.options.limit_s, self.clock), True
+                variant = variants.smallest()
+            else:
+                variant = variants.next(self.trials.least_s)
+            if variant is None:
+                break
+            tried = self._try(variant, variants, max(VARIANT_SHARE * deadline.left_s, LEAST_ATTEMPT_S))
+            if tried and variants.least_bytes(variant) < least_bytes:
+                least, least_bytes = tried, variants.least_bytes(variant)
         return None if self.best else least
 
-    def _cannot_improve_on_host(self, hosted: frozenset[int], held_bytes: float) -> bool:
-        """True if offloading cannot pay: even with these arguments on the host the step must recompute, and both
-        together cost more than the best plan."""
-        moved_bytes = self.host_arguments.least_bytes(hosted)
-        missing_bytes = held_bytes - moved_bytes - (1 + ROUNDING) * self.options.memory_bytes
-        if self.uncapped is None or missing_bytes <= 0:
-            return False
-        copied_s = 2 * float(self.cluster.host_link.copy_s(moved_bytes))
-        again_s = min((c.more_s for c in self.savings if c.saved_bytes >= missing_bytes), default=0.0)
-        return self.uncapped.cost_s + copied_s + again_s >= self.cutoff_s
+    def _all_variants(self) -> Iterator[Variant]:
+        """The variants besides the first one, without those whose arguments alone are too large for the device."""
+        counts = [1]
+        if self.options.microbatches is None:
+            counts += [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
+        for kinds in self._kinds_on_host():
+            hosted = self._hosted(kinds)
+            for count in counts:
+                working_bytes = self.working_bytes if count == 1 else 0.0
+                if (kinds or count > 1) and not self.host_arguments.is_too_much(hosted, working_bytes):
+                    yield Variant(count, kinds)
 
-    def _in_microbatches(self) -> Least | None:
-        """Looks for better plans in microbatches. If nothing fits, returns the step that needs the least memory.
+    def _kinds_on_host(self) -> Iterator[tuple[str, ...]]:
+        """Kinds of arguments that may rest in host memory together: none, one, and more and more."""
+        kinds: tuple[str, ...] = ()
+        yield kinds
+        for kind in OFFLOADED if self._may_move_arguments else ():
+            if self.host_arguments.is_worth_moving(self.host_arguments.of_kinds([kind])):
+                kinds = (*kinds, kind)
+                yield kinds
 
-        If there is no plan, bisection finds the fewest microbatches that have one. Otherwise few microbatches are tried
-        first: they tell whether more may pay. Then come numbers that are large enough to fit without recomputation.
+    @property
+    def _may_move_arguments(self) -> bool:
+        return self.options.offload is None and self.cluster.host_bytes_per_node > 0
+
+    def _hosted(self, kinds: Sequence[str]) -> frozenset[int]:
+        return self.host_arguments.asked_for | self.host_arguments.of_kinds(kinds)
+
+    def _variant(self, variant: Variant) -> StepProblem:
+        """A variant, prepared for all meshes.
+
+        Raises:
+          NotSplittableError: the step cannot be split into so many microbatches.
         """
-        deadline = Deadline.after(self.options.limit_s, self.clock)
-        counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
-        if not counts or not self._may_improve:
-            return None
-        useful, needed = self._most_useful(counts), self._needed_counts
-        if self.best is None:
-            if smallest := self._cannot_fit_in(useful):
-                return smallest
-            first = min(needed.fewest, max(counts))
-            return self._in_fewest([n for n in counts if n >= first], deadline)
-        few = [n for n in counts if n < min(needed.enough, useful)]
-        for some in (few, counts[len(few) :]):
-            self._in_more_and_more(some, deadline)
-        return None
+        step = microbatched(self.step, self.options.microbatches or variant.microbatches)
+        return self.trials.made_ready(step, self._hosted(variant.kinds))
 
-    def _in_fewest(self, counts: Sequence[int], deadline: Deadline) -> Least | None:
-        """Bisects for the fewest microbatches that have a plan, because they are the fastest. Returns the step that
-        needs the least memory if none has a plan. If time runs out without a plan, the largest number is tried."""
-        least, left = None, list(counts)
-        while left and not (deadline.is_over and self.best):
-            count = left[-1] if deadline.is_over else left[len(left) // 2]
-            before, least = self.best, self._split_in(count, self._share_s(deadline))
-            if least is None:
-                break
-            left = [n for n in left if n > count] if self.best is before else [n for n in left if n < count]
-        return None if self.best else least
-
-    def _in_more_and_more(self, counts: Sequence[int], deadline: Deadline) -> None:
-        """Tries one number of microbatches after another as long as plans get better."""
-        for count in counts:
-            if deadline.is_over or not self._may_improve or self._cannot_improve_in(count):
-                break
-            before = self.best
-            if self._split_in(count, self._share_s(deadline)) is None or self.best is before:
-                break
-
-    def _share_s(self, deadline: Deadline) -> float:
-        """Seconds for one number of microbatches."""
-        return max(SPLIT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
-
-    def _cannot_improve_in(self, count: int) -> bool:
-        """True if a step in so many microbatches would be as slow as the best plan, extrapolated from the numbers that
-        were tried."""
-        if self.uncapped is None or self.best is None:
-            return False
-        return least_s(count, self.uncapped.cost_s, self.split_s) >= self.cutoff_s
-
-    def _most_useful(self, counts: Sequence[int]) -> int:
-        """The largest number of microbatches that leaves an example for every device."""
-        size = max(batch_divisors(self.step))
-        return max((n for n in counts if n * self.cluster.num_devices <= size), default=min(counts))
-
-    def _cannot_fit_in(self, count: int) -> Least | None:
-        """The smallest step in so many microbatches, if nothing can fit even then; None if something may fit."""
+    def _try(self, variant: Variant, variants: Variants, time_limit_s: float) -> Least | None:
+        """Looks for better plans of a variant, and corrects the estimates of the others. Returns the step that needs the
+        least memory; None if the step cannot be split."""
+        if variant.kinds:
+            self.progress(f"{' and '.join(variant.kinds).replace('_', ' ')} on the host")
         try:
-            step_problem = self.trials.made_ready(microbatched(self.step, count))
-        except NotSplittableError:
-            return None
-        on_meshes = [self.trials.put_on(step_problem, shape) for shape in self.trials.shapes]
-        if not self._cannot_fit(on_meshes):
-            return None
-        self.tried = f"Nothing would fit in {count} microbatches either."
-        return partial(self._smallest_step, step_problem, on_meshes)
-
-    def _split_in(self, count: int, time_limit_s: float) -> Least | None:
-        """Looks for better plans in so many microbatches. Returns the step that needs the least memory; None if the
-        step cannot be split."""
-        try:
-            step = microbatched(self.step, count)
+            step_problem = self._variant(variant)
         except NotSplittableError as e:
             self.tried = f"It has no microbatches: {first_line(e)}."
+            variants.drop_microbatches()
             return None
-        baseline = self.trials.baseline(step, time_limit_s / 2)
-        self.split_s[count] = min(one.promised_s(one.pinned(self.pins)) for one in baseline.on_meshes)
-        self.tried = f"Up to {count} microbatches were tried too."
-        return self._search_under_cap(baseline, time_limit_s / 2)
-
-    @property
-    def _may_improve(self) -> bool:
-        """True if there is no plan, or if time is left and the best plan is much slower than the uncapped solution."""
-        if self.best is not None and self.trials.deadline.is_over:
-            return False
-        return self.uncapped is not None and self.cutoff_s > (1 + MIN_CAP_LOSS) * self.uncapped.cost_s
-
-    @property
-    def _needed_counts(self) -> MicrobatchCounts:
-        """Number of microbatches that makes the fastest uncapped strategies fit."""
-        assert self.uncapped is not None, "a step is split where it is faster without a cap"
-        most_saved_bytes = max((c.saved_bytes for c in self.savings), default=0.0)
-        return MicrobatchCounts.of(self.uncapped, self.options.memory_bytes, most_saved_bytes)
+        count, before = variant.microbatches, self.best
+        on_meshes = self.trials.on_all_meshes(step_problem)
+        if self._cannot_fit(on_meshes):
+            self.tried = f"Nothing would fit in {count} microbatches either." if count > 1 else self.tried
+            variants.drop_larger(variant)
+            return partial(self._smallest_step, step_problem, on_meshes)
+        baseline = self.trials.baseline(step_problem, on_meshes, time_limit_s / 2)
+        promised_s = min(one.promised_s(one.pinned(self.pins)) for one in on_meshes)
+        variants.took(variant, promised_s)
+        if count > 1:
+            self.tried = f"Up to {count} microbatches were tried too."
+        least = self._search_under_cap(baseline, time_limit_s / 2)
+        if self.best is before and promised_s < self.trials.least_s:
+            variants.missed(variant, self.trials.rewritten_bytes(step_problem))
+        return least
 
     def _forbidden_s(self, first: Baseline) -> float | None:
         """Seconds per step of a plan that recomputes, if recomputation is forbidden and would fit."""

@@ -90,7 +90,6 @@ class Trials:
       watch: the time of each part of the search.
       best: the best plan so far.
       nearest: among solutions that do not fit, the one whose kernels need the least memory.
-      hosted: arguments that rest in host memory in the next trials.
       shapes: the meshes to try.
       gains_s: estimated seconds by which recomputation makes a step faster.
       clock: the clock of all limits.
@@ -116,12 +115,12 @@ class Trials:
         self.shapes = candidate_shapes(cluster, options)
         self.best: Found | None = None
         self.nearest: Found | None = None
-        self.hosted = frozenset[int]()
         self._resharders: dict[tuple[int, ...], Resharder] = {}
         self.gains_s = WeakKeyDictionary[StepProblem, float]()
         self._rewritten = WeakValueDictionary[tuple[StepProblem, Sites, Sites], StepProblem]()
         self.tried = Tried()
         self._needed_bytes = WeakKeyDictionary[StepProblem, float]()
+        self._rewritten_bytes: dict[tuple[Step, frozenset[int]], float] = {}
         self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
     @property
@@ -146,6 +145,8 @@ class Trials:
         """Keeps strategies that do not fit if they need less memory than all before them."""
         least_bytes = min(found.peak.num_bytes, self.needed_bytes(found.step_problem))
         self._needed_bytes[found.step_problem] = least_bytes
+        key = found.step_problem.traced, found.step_problem.hosted
+        self._rewritten_bytes[key] = min(found.peak.num_bytes, self.rewritten_bytes(found.step_problem))
         if self.nearest is None or found.peak.num_bytes < self.nearest.peak.num_bytes:
             self.nearest = found
 
@@ -153,10 +154,15 @@ class Trials:
         """The smallest peak of a step's strategies that did not fit; infinite if there are none."""
         return self._needed_bytes.get(step_problem, math.inf)
 
-    def baseline(self, step: Step, time_limit_s: float) -> Baseline:
+    def rewritten_bytes(self, baseline: StepProblem) -> float:
+        """The smallest peak of a baseline's and its rewritten steps' strategies that did not fit; infinite if there are
+        none."""
+        return self._rewritten_bytes.get((baseline.traced, baseline.hosted), math.inf)
+
+    def baseline(
+        self, step_problem: StepProblem, on_meshes: tuple[MeshProblem, ...], time_limit_s: float
+    ) -> Baseline:
         """Looks for better plans of a step without extra recomputation, among its fastest strategies without a cap."""
-        step_problem = self.made_ready(step)
-        on_meshes = tuple(self.put_on(step_problem, shape) for shape in self.shapes)
         before = self.best
         surely_fits_bytes = 0.0 if step_problem.has_transfers else SURE_SHARE * self.options.memory_bytes
         baseline = self._over(on_meshes, step_problem, time_limit_s, surely_fits_bytes)
@@ -246,13 +252,15 @@ class Trials:
                 self.progress(f"{prefix}mesh {mesh}, under the cap")
                 self.improve(step_problem, on_mesh, deadline.left_s, known=Known(bound_s=proven_s))
 
-    def made_ready(self, step: Step) -> StepProblem:
-        """A step without extra recomputation, prepared for all meshes."""
-        step_problem = StepProblem.of(
-            step, self.marks, self.cluster.device, hosted=self.hosted, clock=self.clock
-        )
+    def made_ready(self, step: Step, hosted: frozenset[int] = frozenset()) -> StepProblem:
+        """A step without extra recomputation, with some arguments in host memory, prepared for all meshes."""
+        step_problem = StepProblem.of(step, self.marks, self.cluster.device, hosted=hosted, clock=self.clock)
         self.watch.lap("graph")
         return step_problem
+
+    def on_all_meshes(self, step_problem: StepProblem) -> tuple[MeshProblem, ...]:
+        """A step's problem on each mesh."""
+        return tuple(self.put_on(step_problem, shape) for shape in self.shapes)
 
     def recomputing(self, baseline: StepProblem, sites: Sites, offloaded_sites: Sites) -> StepProblem:
         """The baseline's step with sites recomputed and residuals offloaded. It is prepared once while it is in use."""

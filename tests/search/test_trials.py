@@ -28,7 +28,5 @@ def test_what_recomputes_the_same_is_made_ready_once():
 
 def test_what_recomputes_has_on_the_host_what_the_plain_step_has():
     tried = trials()
-    tried.hosted = frozenset({0})
-    baseline = tried.made_ready(STEP)
-    tried.hosted = frozenset()
+    baseline = tried.made_ready(STEP, frozenset({0}))
     assert tried.recomputing(baseline, FORWARD[0], frozenset()).hosted == {0}

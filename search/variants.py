@@ -1,0 +1,235 @@
+"""Variants of the step, the most promising first.
+
+A variant is a number of microbatches and some arguments in host memory. Microbatches divide the memory of activations; each
+of them gathers parameters anew. Arguments in host memory leave the device, and are copied. Every variant is a step of its
+own, with its own shardings and its own recomputation, so to search one takes seconds. They are estimated from the fastest
+uncapped strategies of the undivided step:
+
+    memory   = arguments on the device + activations / microbatches
+    seconds  = the uncapped step + those that microbatches add + visible copies + recomputation
+
+Recomputation must save the memory beyond the cap. Its seconds are those of the cheapest candidate of the undivided step that
+saves so much. A variant for which no candidate saves enough has no estimate; those that need less memory come first.
+
+Each search of a variant corrects the estimates of the others: by the memory that it needed if nothing fitted, and by the
+seconds that its microbatches added. Estimates order variants; they end the search if none promises a faster plan.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.cost_model.cluster import Cluster
+from autoshard.search.memory.fetches import WINDOW
+from autoshard.search.problem.live_ranges import Resident
+from autoshard.search.recomputation import HIDING_SHARE, VISIBLE_SHARE, UncappedSolution
+
+OF_A_BATCH = frozenset({Resident.RESIDUALS, Resident.TEMPORARIES})
+"""Residents of memory that shrink with the number of examples."""
+
+SECOND_ADDS = 0.5
+"""Share of the step that the second microbatch is taken to add before any number was tried. Source: it adds 0.5 to 0.7
+of the uncapped step of a GPT, a mixture of experts and a U-Net on 8 H100s (`benchmarks.experts`)."""
+
+SLOPE_SHARE = 1 / 3
+"""Each of many microbatches is taken to add at least this share of the seconds that each of few adds. Source: each of 8
+adds 0.39 to 1.1 times as much as the second one, of twelve models on 8 H100s and on 2 V100s (`benchmarks.experts`) and
+a Llama of 16B parameters."""
+
+FORWARD_SHARE = 1 / 3
+"""Share of a step that its forward phase takes. Derived: a product has two products of its size in the backward phase."""
+
+MISSES_BY = 0.1
+"""Share of the cap by which a variant is taken to miss it, if it is only proven to miss it. Source: a choice of ours;
+estimates of memory err by 10 to 30%."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A step before recomputation.
+
+    Attributes:
+      microbatches: their number.
+      kinds: the kinds of arguments in host memory.
+    """
+
+    microbatches: int
+    kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Recomputation in the undivided step: the bytes that it saves and the seconds that it takes."""
+
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(eq=False)
+class Variants:
+    """The variants that were not searched yet.
+
+    Attributes:
+      cluster: the cluster that will run the step.
+      cap_bytes: the memory cap.
+      undivided_s: seconds of the uncapped step.
+      batch_bytes: the activations of the undivided step at its peak.
+      held_bytes: all other memory there.
+      argument_bytes: memory of arguments there, by kind, split over all devices.
+      fetched_bytes: memory on the device for the copies of hosted arguments, by kind.
+      savings: possible recomputation.
+      left: the variants.
+      added_s: seconds that each microbatch of few added, by kinds in host memory.
+      excess: needed memory over its estimate, by kinds in host memory.
+    """
+
+    cluster: Cluster
+    cap_bytes: float
+    undivided_s: float
+    batch_bytes: float
+    held_bytes: float
+    argument_bytes: Mapping[str, float]
+    fetched_bytes: Mapping[str, float]
+    savings: Sequence[Saving]
+    left: list[Variant]
+    added_s: dict[tuple[str, ...], float] = field(default_factory=dict)
+    excess: dict[tuple[str, ...], float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        uncapped: UncappedSolution,
+        cap_bytes: float,
+        shard_bytes: Mapping[str, Sequence[float]],
+        savings: Sequence[Saving],
+        left: Iterable[Variant],
+    ) -> "Variants":
+        """The variants of a step with these fastest uncapped strategies.
+
+        Args:
+          uncapped: the strategies.
+          cap_bytes: the memory cap.
+          shard_bytes: memory of each argument that is split over all devices, by kind. Under a cap, copies of arguments on
+            several devices go first.
+          savings: possible recomputation.
+          left: the variants.
+        """
+        peak = uncapped.on_mesh.predicted(uncapped.labels, math.inf).least
+        resting_bytes = {str(resident): num_bytes for resident, num_bytes in peak.residents}
+        batch_bytes = sum(num_bytes for resident, num_bytes in peak.residents if resident in OF_A_BATCH)
+        argument_bytes = {
+            kind: min(sum(parts), resting_bytes.get(kind, 0.0)) for kind, parts in shard_bytes.items()
+        }
+        copies_bytes = sum(resting_bytes.get(kind, 0.0) - n for kind, n in argument_bytes.items())
+        return cls(
+            uncapped.on_mesh.memory.costed.resharder.mesh.cluster,
+            cap_bytes,
+            uncapped.cost_s,
+            batch_bytes,
+            peak.num_bytes - batch_bytes - copies_bytes,
+            argument_bytes,
+            {kind: WINDOW * max(parts, default=0.0) for kind, parts in shard_bytes.items()},
+            savings,
+            list(left),
+        )
+
+    def assume_recomputation(self, working_bytes: float) -> None:
+        """Takes it that the forward phase can be recomputed, to be used where no candidate is known.
+
+        Args:
+          working_bytes: lower bound on the memory besides the arguments.
+        """
+        saved_bytes = max(0.0, self.batch_bytes - working_bytes)
+        self.savings = [Saving(saved_bytes, FORWARD_SHARE * self.undivided_s)]
+
+    def next(self, cutoff_s: float) -> Variant | None:
+        """Takes the most promising variant; None if none may be faster than the cutoff.
+
+        Args:
+          cutoff_s: seconds that a better plan must stay below; infinite if there is no plan.
+        """
+        if not self.left:
+            return None
+        best = min(self.left, key=lambda one: (self.seconds(one), self.least_bytes(one)))
+        if self.seconds(best) >= cutoff_s < math.inf:  # if a plan is known, one that may fit is worth a try
+            best = min(self.left, key=lambda one: self.seconds(one, MISSES_BY))
+            if self.seconds(best, MISSES_BY) >= cutoff_s:
+                return None
+        self.left.remove(best)
+        return best
+
+    def smallest(self) -> Variant | None:
+        """Takes the variant that needs the least memory, if one is left."""
+        smallest = min(self.left, key=self.least_bytes, default=None)
+        if smallest:
+            self.left.remove(smallest)
+        return smallest
+
+    def missed(self, variant: Variant, needed_bytes: float) -> None:
+        """Notes that nothing fitted, and the memory of the strategies that came nearest; infinite if it is not known."""
+        if math.isfinite(needed_bytes):
+            excess = needed_bytes / max(self.least_bytes(variant), 1.0)
+        else:
+            excess = (1 + MISSES_BY) * self.cap_bytes / max(self.least_bytes(variant), 1.0)
+            excess = max(excess, self._excess(variant))
+        self.excess[variant.kinds] = excess
+
+    def took(self, variant: Variant, seconds: float) -> None:
+        """Notes a lower bound on the variant's uncapped step."""
+        if variant.microbatches > 1:
+            added_s = max(0.0, seconds - self._undivided_s(variant))
+            self.added_s[variant.kinds] = added_s / (variant.microbatches - 1)
+
+    def drop_microbatches(self) -> None:
+        """Leaves out the variants in microbatches: the step cannot be split."""
+        self.left = [one for one in self.left if one.microbatches == 1]
+
+    def drop_larger(self, variant: Variant) -> None:
+        """Leaves out the variants that need no less memory than this one: nothing fits it."""
+        kinds, count = set(variant.kinds), variant.microbatches
+        self.left = [one for one in self.left if one.microbatches > count or not kinds.issuperset(one.kinds)]
+
+    def seconds(self, variant: Variant, slack: float = 0.0) -> float:
+        """Estimated seconds of the best plan; infinite if nothing seems to fit.
+
+        Args:
+          variant: the variant.
+          slack: share of the cap by which the estimated memory may be too large, unless it was corrected.
+        """
+        room_bytes = self.cap_bytes / self._excess(variant, slack)
+        missing_bytes, parts = self._bytes(variant) - room_bytes, variant.microbatches
+        enough = (one.seconds for one in self.savings if one.num_bytes / parts >= missing_bytes)
+        again_s = 0.0 if missing_bytes <= 0 else min(enough, default=math.inf)
+        return self._uncapped_s(variant) + again_s
+
+    def _excess(self, variant: Variant, slack: float = 0.0) -> float:
+        """Needed memory over its estimate: of a variant with these kinds, else of the undivided step."""
+        of_first = self.excess.get((), 1.0) / (1 + slack)
+        return self.excess.get(variant.kinds, of_first)
+
+    def _uncapped_s(self, variant: Variant) -> float:
+        more = SLOPE_SHARE * (variant.microbatches - 2) + 1 if variant.microbatches > 1 else 0.0
+        added_s = self.added_s.get(variant.kinds, SECOND_ADDS * self.undivided_s)
+        return self._undivided_s(variant) + more * added_s
+
+    def _undivided_s(self, variant: Variant) -> float:
+        """Estimated seconds of the uncapped step in one microbatch, copies included."""
+        if not variant.kinds:
+            return self.undivided_s
+        copied_s = 2 * float(self.cluster.host_link.copy_s(self._moved_bytes(variant)))
+        visible_s = max(VISIBLE_SHARE * copied_s, copied_s - HIDING_SHARE * self.undivided_s)
+        return self.undivided_s + visible_s
+
+    def _moved_bytes(self, variant: Variant) -> float:
+        return sum(self.argument_bytes.get(kind, 0.0) for kind in variant.kinds)
+
+    def _bytes(self, variant: Variant) -> float:
+        """Estimated memory without recomputation."""
+        fetched_bytes = max((self.fetched_bytes.get(kind, 0.0) for kind in variant.kinds), default=0.0)
+        on_device_bytes = self.held_bytes - self._moved_bytes(variant) + fetched_bytes
+        return on_device_bytes + self.batch_bytes / variant.microbatches
+
+    def least_bytes(self, variant: Variant) -> float:
+        """Estimated memory with the most recomputation."""
+        most_bytes = max((one.num_bytes for one in self.savings), default=0.0)
+        return self._bytes(variant) - most_bytes / variant.microbatches

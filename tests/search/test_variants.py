@@ -1,0 +1,102 @@
+"""Estimates of microbatches and arguments in host memory, and their corrections."""
+
+import math
+
+import pytest
+
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.variants import MISSES_BY, SECOND_ADDS, SLOPE_SHARE, Saving, Variant, Variants
+
+CLUSTER = parse_cluster("8xH100-80GB")
+STATE = ("optimizer_state",)
+GIB = 1 << 30
+ALL = [Variant(n, kinds) for kinds in ((), STATE) for n in (1, 2, 4, 8) if (n, kinds) != (1, ())]
+
+
+SAVINGS = (Saving(4 * GIB, 0.3),)
+
+
+def variants(cap_gib, savings=SAVINGS):
+    """A step of 1 s with 8 GiB of activations, 4 of optimizer state and 4 of parameters and gradients."""
+    arguments = {"optimizer_state": 4.0 * GIB, "parameters": 2.0 * GIB}
+    fetched = {"optimizer_state": 0.5 * GIB}
+    return Variants(
+        CLUSTER, cap_gib * GIB, 1.0, 8.0 * GIB, 8.0 * GIB, arguments, fetched, list(savings), list(ALL)
+    )
+
+
+def copied_s(visible):
+    return visible * 2 * float(CLUSTER.host_link.copy_s(4 * GIB))
+
+
+def test_recomputation_is_added_where_memory_is_missing():
+    assert variants(16).seconds(Variant(1)) == 1.0
+    assert variants(12).seconds(Variant(1)) == 1.3
+    assert variants(11).seconds(Variant(1)) == math.inf
+
+
+def test_microbatches_add_seconds_and_divide_activations():
+    assert variants(12).seconds(Variant(2)) == pytest.approx(1 + SECOND_ADDS)
+    assert variants(10).seconds(Variant(4)) == pytest.approx(1 + SECOND_ADDS * (1 + 2 * SLOPE_SHARE))
+    assert variants(9.5).seconds(Variant(4)) == pytest.approx(1.3 + SECOND_ADDS * (1 + 2 * SLOPE_SHARE))
+    assert variants(8.9).seconds(Variant(4)) == math.inf
+
+
+def test_arguments_on_the_host_add_the_copies_that_computation_cannot_hide():
+    assert variants(12.5).seconds(Variant(1, STATE)) == pytest.approx(1 + copied_s(0.25))
+    assert variants(12.4).seconds(Variant(1, STATE)) == pytest.approx(
+        1.3 + copied_s(0.25)
+    )  # a copy needs room
+
+
+def test_the_fastest_variant_comes_first():
+    found = variants(12)
+    order = [found.next(math.inf) for _ in ALL]
+    seconds = [variants(12).seconds(one) for one in order]
+    assert set(order) == set(ALL)
+    assert seconds == sorted(seconds)
+    assert found.next(math.inf) is None
+
+
+def test_without_an_estimate_the_least_memory_comes_first():
+    assert variants(1, savings=()).next(math.inf) == Variant(8, STATE)
+    assert variants(12).smallest() == Variant(8, STATE)
+
+
+def test_no_variant_is_tried_that_promises_no_faster_plan():
+    best_s = min(variants(12).seconds(one, MISSES_BY) for one in ALL)
+    assert variants(12).next(best_s) is None
+    assert variants(12).next(1.001 * best_s) is not None
+
+
+def test_a_variant_that_missed_the_cap_corrects_its_kin():
+    found = variants(9.5)
+    assert math.isfinite(found.seconds(Variant(4)))
+    found.missed(Variant(2), 12 * GIB)  # 10 GiB were estimated
+    assert found.seconds(Variant(4)) == math.inf
+    assert found.seconds(Variant(4, STATE)) == variants(9.5).seconds(Variant(4, STATE))
+
+
+def test_seconds_of_few_microbatches_correct_those_of_more():
+    found = variants(12)
+    found.took(Variant(2), 1.6)
+    assert found.seconds(Variant(8)) == pytest.approx(1 + 0.6 * (1 + 6 * SLOPE_SHARE))
+
+
+def test_nothing_larger_is_tried_than_a_variant_that_nothing_fits():
+    found = variants(12)
+    found.drop_larger(Variant(4, STATE))
+    assert found.left == [Variant(8), Variant(8, STATE)]
+
+
+def test_a_step_that_cannot_be_split_has_one_microbatch():
+    found = variants(12)
+    found.drop_microbatches()
+    assert found.left == [Variant(1, STATE)]
+
+
+def test_recomputation_of_the_forward_phase_is_assumed_where_none_is_known():
+    found = variants(11, savings=())
+    assert found.seconds(Variant(1)) == math.inf
+    found.assume_recomputation(3 * GIB)  # so that 5 GiB of activations may go
+    assert found.seconds(Variant(1)) == pytest.approx(4 / 3)
