@@ -1,7 +1,7 @@
-"""What a solution for the whole step imposes on some of its ops, wherever these stand now.
+"""The sharding that a solution for the whole step decides for single ops, wherever they stand in other graphs.
 
-A pipeline's programs consist of ops of the step, or of parts of such ops. What is decided of an op in the step, and inside
-of it, holds for it in a program too: only its place is another one.
+A pipeline's programs consist of ops of the step, or of parts of such ops. The decisions for an op, and for the ops
+inside it, hold in a program, too; only the op's place is another one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +17,13 @@ from autoshard.search.pipeline.stages import is_tie
 
 @dataclass(frozen=True, eq=False)
 class Imposed:
-    """By op of the step: specs, and how operands are brought, with the places from the op on.
+    """The specs and operand reshards of a solution, by op of the step. Their places are relative to the op.
 
     Attributes:
       step: the step in parts.
-      whole: what the solution imposes on the step with its loop.
-      specs: of it, by op.
-      reshards: likewise.
+      whole: the solution's sharding of the step with its loop.
+      specs: by op, the specs of its values.
+      reshards: by op, the reshards of its operands.
     """
 
     step: PipelineStep
@@ -33,13 +33,13 @@ class Imposed:
 
     @classmethod
     def of(cls, intra_op: IntraOp, step: PipelineStep) -> "Imposed":
-        """Of a solution of the step that `step` takes apart."""
+        """The sharding of a solution for the step that `step` takes apart."""
         whole = intra_op.sharding
         depth = len((step.loop, "jaxpr", 0)) + 1
         return cls(step, whole, _by_op(whole.specs, depth), _by_op(whole.reshards, depth))
 
     def on(self, ops: Sequence[Op]) -> StepSharding:
-        """What holds for ops in a graph that consists of these."""
+        """The sharding of a graph that consists of these ops."""
         specs: dict[Place, tuple[Spec, ...]] = {}
         reshards: dict[Place, OperandReshard] = {}
         for i, op in enumerate(ops):
@@ -49,7 +49,7 @@ class Imposed:
         return replace(self.whole, specs=specs, reshards=reshards)
 
     def _moved[T](self, op: Op, i: int, imposed: Iterable[tuple[Place, T]]) -> dict[Place, T]:
-        """What is imposed on an op where it is the i-th now. A barrier may pass on less than it did in the step."""
+        """The decisions for an op at its new index. A barrier may have fewer results than in the step."""
         if not is_tie(op):
             return {(what, (i, *rest), n): said for (what, rest, n), said in imposed}
         number = {place[2]: n for n, v in enumerate(op.outputs) if (place := self.step.place_of(v))}

@@ -1,11 +1,11 @@
-"""Sums whose terms come from several stages are added up apart, and joined once.
+"""Gradients of parameters that several stages share: each stage adds up its own terms, and the sums are added once.
 
-A parameter that several stages use, such as a tied embedding, has a gradient with a term of each of them. The step adds
-these for each microbatch; a pipeline would send them from stage to stage as often. But what each microbatch adds to a sum
-is linear in its terms. So the ops that join terms of several stages are taken from the body to the epilogue, where they
-join what each stage has added up by itself: one transfer in a step. Other linear ops on the way to the sum go with them.
+The gradient of a tied embedding, for example, has terms of several stages. The step adds these terms for each
+microbatch; a pipeline would have to send them between stages as often. But the contribution of a microbatch to a sum is
+linear in its terms. So the ops that add terms of several stages move from the body to the epilogue, where they add the
+sums of the stages: one transfer per step. Other linear ops on the way to the sum move with them.
 
-Ops that widen a type stay: what comes before them would be added up in the narrower one.
+Ops that widen a dtype stay in the body, as the terms before them would be added up in the narrower one.
 """
 
 from collections import Counter
@@ -21,12 +21,12 @@ from autoshard.search.pipeline.stages import StageAssignment
 
 
 def joined_late(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
-    """The step that joins terms of several stages in its epilogue."""
+    """The step that adds terms of several stages in its epilogue."""
     return _Joining(step, assigned).run()
 
 
 class _Joining:
-    """One step's sums."""
+    """The sums of one step."""
 
     def __init__(self, step: PipelineStep, assigned: StageAssignment) -> None:
         self.step, self.assigned = step, assigned
@@ -61,7 +61,7 @@ class _Joining:
         )
 
     def _join(self, term: int) -> None:
-        """Marks the ops behind a term that join several stages, and those between them and the sum."""
+        """Marks the linear ops that lead from terms of several stages to a sum."""
         op = self.step.maker[term]
         if self._is_linear(op) and len({*self._stages(term)}) > 1:
             self.joins[op] = None
@@ -69,7 +69,7 @@ class _Joining:
                 self._join(v)
 
     def _stages(self, term: int) -> Iterator[int]:
-        """Where the terms behind a term are made."""
+        """The stages that make the terms behind a term."""
         op = self.step.maker[term]
         if self._is_linear(op):
             for v in op.operands:
@@ -78,7 +78,7 @@ class _Joining:
             yield self.assigned.of_op[op]
 
     def _is_linear(self, op: Op) -> bool:
-        """Whether an op may as well join what its terms have been added up to."""
+        """True if an op is linear, and may as well run once on sums."""
         inputs = [self.step.values[v] for v in op.operands]
         return (
             op in self.assigned.backward
@@ -93,7 +93,7 @@ class _Joining:
         )
 
     def _late(self, op: Op) -> Op:
-        """An op that joins sums."""
+        """The op on sums in place of terms."""
         outputs = tuple(map(self._total, op.outputs))
         inputs = tuple(
             self._begun(v) if self.step.maker[v] not in self.joins else self._total(v) for v in op.operands
@@ -101,14 +101,14 @@ class _Joining:
         return replace(op, inputs=inputs, outputs=outputs, phase=Phase.UPDATE)
 
     def _total(self, term: int) -> int:
-        """The sum of a term, by its number."""
+        """The sum of a term."""
         if term not in self.total_of:
             self.total_of[term] = self.once.new(self.step.values[term])
             self.like[self.total_of[term]] = term
         return self.total_of[term]
 
     def _begun(self, term: int) -> int:
-        """The sum of a term that a stage adds up by itself."""
+        """The sum of a term that one stage adds up; it begins at zero."""
         is_new = term not in self.total_of
         total = self._total(term)
         if is_new:

@@ -1,7 +1,7 @@
-"""From a traced step to a pipeline of it that is one program: searched, or as a plan says.
+"""From a traced step to a pipeline that runs as one program: searched, or decided by a plan.
 
-The devices are dealt evenly to the stages, in their order. A stage's devices are replicas, each with microbatches of its
-own, and the devices of each, which share the work on these as a search for the whole step says (`search.pipeline.intra_op`).
+All stages have equally many devices, in order. The devices of a stage form replicas, each with microbatches of its own.
+The devices of a replica share the work as a solution for the whole step decides (`search.pipeline.intra_op`).
 """
 
 from collections.abc import Callable
@@ -36,12 +36,12 @@ from autoshard.search.stopwatch import Stopwatch
 
 @dataclass(frozen=True, eq=False)
 class SpmdPipeline:
-    """A plan, and what it means for its step.
+    """A plan on its step.
 
     Attributes:
       plan: the plan.
-      program: what runs.
-      sharding: how the devices of a replica share it.
+      program: the program of all stages.
+      sharding: the specs of its values on a replica's devices.
     """
 
     plan: Plan
@@ -58,21 +58,21 @@ def find(
     cutoff_s: float = inf,
     prepared: Prepared | None = None,
 ) -> SpmdPipeline:
-    """Searches for the fastest pipeline that is one program and fits.
+    """Searches for the fastest pipeline that runs as one program and fits.
 
     Args:
       step: the traced step.
-      cluster: where it will run.
-      options: what is asked for.
-      progress: called with one line per stage.
-      cutoff_s: what it has to take less than.
-      prepared: as of `SpmdSearch`.
+      cluster: the cluster that it will run on.
+      options: the options of the search.
+      progress: called with one line per stage of the work.
+      cutoff_s: seconds of the plan to beat.
+      prepared: as for `SpmdSearch`.
 
     Raises:
-      InputError: the step has no loop over layers, these, the devices or the batch do not divide, or one program has no
-        such schedule.
-      NotSplittableError: the step has no microbatches; says why.
-      InfeasibleError: nothing fits, or is so fast; says what is nearest.
+      InputError: the step has no loop over layers; its layers, the devices or the batch do not divide; or one program
+        cannot run the schedule.
+      NotSplittableError: the step has no microbatches; the message says why.
+      InfeasibleError: nothing fits, or nothing is so fast; the message names the nearest.
     """
     watch = Stopwatch(step.trace_s)
     options = replace(
@@ -86,10 +86,10 @@ def find(
 
 
 def apply(step: Step, plan: Plan, place: str = "the plan") -> SpmdPipeline:
-    """A loaded plan on the step that it is for.
+    """Applies a loaded plan to its step.
 
     Raises:
-      PlanError: it is for another step, or decides something impossible.
+      PlanError: the plan is for another step, or decides something impossible.
     """
     dealt, parts = _read(step, plan, place)
     try:
@@ -102,7 +102,7 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> SpmdPipeline:
 
 
 def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple[str, ...]:
-    """All that a decision of a plan can be, whatever the other decisions are.
+    """The possible values of a decision of a plan, whatever the other decisions are.
 
     Raises:
       PlanError: the plan is for another step, or decides nothing under this name.
@@ -112,7 +112,7 @@ def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple
 
 
 def _read(step: Step, plan: Plan, place: str) -> tuple[Dealt, Parts]:
-    """A plan's shape, and the step in parts.
+    """The candidate that a plan describes, and the step in parts.
 
     Raises:
       PlanError: the plan is for another step, or is impossible.

@@ -1,9 +1,10 @@
-"""The search for a pipeline that is one program: over microbatches, replicas, stages and what is recomputed.
+"""The search for a pipeline that runs as one program: over microbatches, replicas, stages and recomputation.
 
-All stages are alike, so there is nothing to cut: a few numbers are left. Numbers of parts of the batch are tried as for
-stages with programs of their own (`search.pipeline.search`): those with the least bound first, until a bound is above the
-best plan. With the step made ready in so many parts, each number of replicas and of stages is a matter of adding up. The
-fastest that fits is the answer; where none does, the search goes on with steps that recompute.
+All stages are equal, so nothing has to be cut, and only a few numbers are searched. Numbers of parts of the batch are
+tried as for stages with programs of their own (`search.pipeline.search`): the one with the least bound first, until a
+bound exceeds the best plan. Once the step is made ready in so many parts, each number of replicas and of stages is
+priced by sums. The fastest candidate that fits is the answer. If none fits, the search goes on with steps that
+recompute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,20 +34,20 @@ from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.plan.text_table import plural
 
 STAGES_PER_WORKER = {"gpipe": 1, "circular": 2}
-"""By schedule. Source: a choice of ours, the fewest there can be."""
+"""Stages of a worker, by schedule. Source: a choice of ours, the fewest there can be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """How a pipeline that is one program deals out devices, layers and examples.
+    """A point of the search space: the devices, the layers and the examples of a pipeline that runs as one program.
 
     Attributes:
       schedule: `gpipe` or `circular`.
-      stages: runs of equally many layers.
-      workers: groups of devices, each with as many stages.
-      num_replicas: of each.
-      shape: of the mesh of a replica's devices.
-      microbatches: of each replica.
+      stages: number of runs of equally many layers.
+      workers: number of groups of devices, each with equally many stages.
+      num_replicas: replicas of each stage.
+      shape: the mesh of a replica's devices.
+      microbatches: microbatches of each replica.
     """
 
     schedule: str
@@ -58,11 +59,11 @@ class Dealt:
 
     @property
     def count(self) -> int:
-        """In how many parts all replicas of a stage go through the batch."""
+        """Number of parts in which all replicas of a stage together go through the batch."""
         return self.microbatches * self.num_replicas
 
     def check(self, step: Step, cluster: Cluster) -> None:
-        """That one program can run it.
+        """Refuses numbers that one program cannot run.
 
         Raises:
           InputError: it cannot.
@@ -89,15 +90,15 @@ class Dealt:
 
 @dataclass(frozen=True, eq=False)
 class SpmdProposal:
-    """A pipeline that is one program, and what it takes.
+    """A candidate that is priced.
 
     Attributes:
       parts: the step that it runs.
-      dealt: to what.
-      intra_op: how a replica's devices share the work.
-      program: what runs.
-      sharding: how values lie.
-      costs: seconds and messages.
+      dealt: the candidate.
+      intra_op: the strategies of a replica's devices.
+      program: the program of all stages.
+      sharding: the specs of its values.
+      costs: its time and messages.
     """
 
     parts: Parts
@@ -109,7 +110,7 @@ class SpmdProposal:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """Of its ticks."""
+        """The simulation of its ticks."""
         dealt = self.dealt
         schedule = build_schedule(dealt.schedule, dealt.stages, dealt.microbatches, dealt.workers)
         cost = StageCost(self.costs.pass_s(is_backward=False), self.costs.pass_s(is_backward=True))
@@ -133,7 +134,7 @@ class SpmdProposal:
         return self.ticks_s * (self.dealt.workers - 1) / self.costs.num_ticks / self.step_s
 
     def memory(self, limit_bytes: float) -> SpmdMemory:
-        """Memory of a device, if the compiler may use so many bytes."""
+        """The memory of a device, if the compiler's scheduler may use so many bytes."""
         return SpmdMemory(self.costs, limit_bytes)
 
 
@@ -143,7 +144,7 @@ class SpmdParts:
 
     Attributes:
       traced: the step.
-      parts: the same, made ready.
+      parts: the step in parts.
     """
 
     traced: Step
@@ -153,7 +154,7 @@ class SpmdParts:
     )
 
     def proposal(self, dealt: Dealt) -> SpmdProposal:
-        """Prices it.
+        """Prices a candidate.
 
         Raises:
           InputError: there is no loop over so many equal layers.
@@ -189,9 +190,9 @@ class SpmdSearch:
 
     Attributes:
       best: the best pipeline so far.
-      least_bytes: what that one needs that misses the cap by least.
-      passed_over_s: what those take at least that are not looked at.
-      prepared: what other searches for the same step share with it.
+      least_bytes: the least memory of a pipeline that exceeds the cap.
+      passed_over_s: lower bound on the pipelines that were not tried.
+      prepared: values that searches for one step share.
     """
 
     def __init__(
@@ -208,11 +209,11 @@ class SpmdSearch:
         self.least_bytes = self.passed_over_s = inf
 
     def run(self, cutoff_s: float = inf) -> SpmdProposal:
-        """The fastest that fits.
+        """The fastest pipeline that fits.
 
         Raises:
           InputError: no numbers go together.
-          NotSplittableError: the step has no microbatches; says why.
+          NotSplittableError: the step has no microbatches; the message says why.
           InfeasibleError: nothing fits, or takes less than the cutoff.
         """
         by_count: dict[int, list[Dealt]] = {}
@@ -235,7 +236,7 @@ class SpmdSearch:
         return self.best
 
     def least_s(self) -> float:
-        """Seconds of a step of any pipeline, at least.
+        """Lower bound on the seconds of a step of any pipeline.
 
         Raises:
           InputError: no numbers go together.
@@ -245,7 +246,7 @@ class SpmdSearch:
         )
 
     def work_s(self) -> float:
-        """Seconds of a step of any pipeline, at least, wherever its stages begin.
+        """Lower bound on the seconds of a step of any pipeline, wherever its stages begin.
 
         Raises:
           InputError: no numbers go together.
@@ -255,7 +256,7 @@ class SpmdSearch:
         return 0.0 if bounds is None else min((bounds.work_s(*one) for one in each), default=inf)
 
     def _least_s(self, dealt: Dealt) -> float:
-        """Seconds of a step, at least."""
+        """Lower bound on the seconds of a step."""
         if self.prepared.bounds is None:
             return 0.0
         family = Pipelines(
@@ -274,7 +275,7 @@ class SpmdSearch:
                 return
 
     def _has_fit(self, parts: Parts, ways: Sequence[Dealt], cutoff_s: float) -> bool:
-        """Looks for a better one; whether the best may not be bettered by recomputing."""
+        """Takes a better pipeline, if there is one; true if recomputation cannot improve on the best one."""
         in_one, found, refused = SpmdParts(self.step, parts), list[SpmdProposal](), list[InputError]()
         for dealt in ways:
             try:
@@ -301,10 +302,10 @@ class SpmdSearch:
     # --- what to try
 
     def _all(self) -> list[Dealt]:
-        """All numbers that go together with what is asked for.
+        """All candidates that match the options.
 
         Raises:
-          InputError: none do.
+          InputError: there are none.
         """
         check_has_loops(self.step)
         found, refused = list[Dealt](), list[InputError]()
@@ -330,7 +331,8 @@ class SpmdSearch:
                     yield Dealt(name, stages, workers, num_replicas, shape, microbatches)
 
     def _num_workers(self, size: int, per_worker: int) -> int:
-        """Of so many devices each; zero if there are none, or as many stages as are asked for cannot be dealt to them."""
+        """Number of groups of `size` devices each; 0 if there are none, or if they cannot have the number of stages
+        asked for."""
         if self.options.mesh is not None and self.options.stages is not None:
             return self.options.stages // per_worker  # whether these are all devices is checked
         workers, rest = divmod(self.cluster.num_devices, size)
@@ -338,7 +340,7 @@ class SpmdSearch:
         return workers if not rest and workers > 1 and is_asked else 0
 
     def _meshes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """How many replicas a stage may have, and the mesh of each."""
+        """The possible numbers of replicas of a stage, with the mesh of each."""
         if self.options.mesh is not None:
             yield self.options.mesh[0], self.options.mesh[1:] or (1,)
             return
@@ -355,7 +357,7 @@ class SpmdSearch:
         return [n for n in counts if n <= MAX_MICROBATCHES]
 
     def _may_hold(self, num_replicas: int) -> bool:
-        """Whether the state may fit so often: each replica has all of it."""
+        """True if all devices together can hold the state once per replica."""
         return num_replicas * self._state_bytes <= self.cluster.num_devices * self.options.memory_bytes
 
     @cached_property

@@ -1,11 +1,11 @@
-"""From a solution for the whole step to how the devices of a replica share its work in one program for all stages.
+"""The sharding of one program for all stages, from a solution for the whole step.
 
-Stages and replicas are axes of their own. What the solution decides of an op or of a value holds on the other axes, at every
-stage alike; but the dim that carries the layers is the stages'.
+Stages and replicas are mesh axes of their own. The solution's decisions for an op or a value hold on the other axes, at
+every stage. Only the dimension of layers is split over stages.
 
-What a loop stacks up for another, which reads but a part of it on each device, is stacked up in these parts: to slice it
-before costs nothing either, and the stack is there for all microbatches. (The compiler's partitioner does so by itself, but
-then reads all layers of a microbatch at once.)
+If another loop reads only a part of a stack on each device, the stack is made in these parts: the slice costs nothing
+there, either, and a stack holds all microbatches. (The compiler's partitioner would do so by itself, but would then
+read all layers of a microbatch at once.)
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,13 +23,13 @@ from autoshard.search.problem.reshard import SLICE
 def spmd_sharding(
     intra_op: IntraOp, step: PipelineStep, program: SpmdStep, num_replicas: int
 ) -> SpmdSharding:
-    """How values lie on the devices of a replica, which share the work by a solution.
+    """The specs of values on a replica's devices, which share the work by a solution.
 
     Args:
-      intra_op: the solution, of the step that `step` takes apart.
+      intra_op: the solution for the step that `step` takes apart.
       step: the step in parts.
-      program: written from it.
-      num_replicas: of each stage.
+      program: the program written from it.
+      num_replicas: replicas of each stage.
     """
     specs = {v: _lies(intra_op, step, program, v) for v in sorted(set(_values(program)))}
     specs |= {new: specs[old] for new, old in _replaced(program) if new in specs}
@@ -51,7 +51,7 @@ def spmd_sharding(
 def _stacked_in_parts(
     program: SpmdStep, inside: Mapping[Segment | LayerLoop, StepSharding]
 ) -> Iterator[tuple[int, Spec]]:
-    """Stacks that are read as one part of them alone, and this."""
+    """The stacks of which all readers slice one and the same part, with the spec of that part."""
     read: dict[int, set[Spec | None]] = {}
     for part in program.parts:
         for v in part.reads:
@@ -71,7 +71,7 @@ def _stacked_in_parts(
 
 
 def _without(sharding: StepSharding, part: Segment | LayerLoop, stacks: Mapping[int, Spec]) -> StepSharding:
-    """What is imposed on a part, but for its slices of stacks that lie so."""
+    """A part's sharding without slices of stacks that are made in parts."""
     inputs = part.op.inputs if isinstance(part, LayerLoop) else ()
     there = {("operand", LOOP, n) for n, v in enumerate(inputs) if isinstance(v, int) and v in stacks}
     return replace(sharding, reshards={p: r for p, r in sharding.reshards.items() if p not in there})
@@ -85,7 +85,7 @@ def _lies(
 
 
 def _entering(intra_op: IntraOp, step: PipelineStep, program: SpmdStep) -> Iterator[tuple[int, Spec]]:
-    """What the loop over parts of the batch reads as a whole, and how it does."""
+    """The operands that all iterations of the loop over parts of the batch share, with their specs inside the loop."""
     loop = step.step.graph.ops[step.loop]
     dealt = {*program.examples.values()}
     for i, v in enumerate(loop.inputs[: loop.loop_counts[0]]):
@@ -94,7 +94,7 @@ def _entering(intra_op: IntraOp, step: PipelineStep, program: SpmdStep) -> Itera
 
 
 def _values(program: SpmdStep) -> Iterator[int]:
-    """What parts read and make, and what the step does."""
+    """The values that the parts of a program, its prologue and its epilogue read and make."""
     for graph in (program.prologue, program.epilogue):
         yield from graph.inputs
         yield from graph.made

@@ -1,10 +1,9 @@
-"""What a stage's devices say to one another in a step: inside of its replicas, as its programs' kernels have it, and between
-them, once.
+"""The collectives of a stage's devices in a step: inside its replicas, from the kernels of its programs, and between
+replicas.
 
-What tasks do for a microbatch, they do as often as a replica has microbatches. Between replicas nothing goes until all
-tasks are done: then sums are added up, each replica getting its part of those that lie in parts behind it. What lies in
-parts and is wanted whole by tasks is gathered: parameters that the prologue takes in another type or cuts into layers, or
-that the update has made.
+The collectives of tasks run once per microbatch of a replica. Replicas exchange nothing until all tasks are done. Then
+sums are reduced; those that are split over replicas are reduce-scattered. Values that are split over replicas and that
+tasks read whole are gathered: parameters that the prologue casts or cuts into layers, and results of the update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from autoshard.search.plan.plan import Collective
 from autoshard.search.problem.costs import COMBINED_BYTES
 
 Said = tuple[str, tuple[str, ...], float, float, float]
-"""Kind, mesh axes, how many, bytes of a device and seconds."""
+"""Kind, mesh axes, number, bytes of a device, and seconds."""
 
 
 def stage_collectives(
@@ -29,9 +28,9 @@ def stage_collectives(
 
     Args:
       stage: the stage.
-      kernels: of a replica's device, by program.
-      memory: how values lie.
-      mesh: of the stage: replicas, and the devices of each.
+      kernels: the kernels of a replica's device, by program.
+      memory: the memory of the stages, which knows the specs of values.
+      mesh: the mesh of the stage: replicas, and the devices of each.
     """
     total: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
     for kind, axes, count, num_bytes, seconds in (
@@ -47,7 +46,7 @@ def stage_collectives(
 
 
 def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Said]:
-    """Those between a replica's devices."""
+    """The collectives between a replica's devices."""
     names = AXIS_NAMES[len(kernels.intra_op.mesh_shape)]
     programs = [program for program in kernels.programs.programs if program.stage == stage]
     for program in programs:
@@ -56,7 +55,7 @@ def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Said]:
 
 
 def _between(stage: int, learned: AbstractSet[int], memory: StageMemory, mesh: MeshModel) -> Iterator[Said]:
-    """Those between replicas."""
+    """The collectives between replicas."""
     programs = memory.programs
     if programs.num_replicas == 1:
         return
