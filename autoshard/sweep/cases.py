@@ -41,7 +41,7 @@ def cases(
 
     Args:
       clusters: presets, files or clusters; with `devices`, presets of one kind of GPU.
-      memory: caps per device; none for what each device has.
+      memory: caps per device; by default, all memory of each device.
       devices: numbers of devices, which replace those of the presets.
 
     Raises:
@@ -65,7 +65,7 @@ def cases(
 
 
 def _caps(cluster: AnyCluster, memory: Sequence[str | int]) -> list[int]:
-    """The caps in bytes; what a device has if there are none."""
+    """The caps in bytes; by default, all memory of a device."""
     own = cluster.device_memory_limit()
     return [min(given_bytes(cap, cluster), own) for cap in memory] or [own]
 

@@ -1,14 +1,15 @@
-"""The answer to why a plan decides something as it does: values and their text.
+"""The explanation of a decision of a plan: its values and their text.
 
-A decision is explained by its runner-up, the best plan in which it is anything else. Both plans are priced by one model, so
-the difference is the price of the runner-up, and one of three reasons holds:
+A decision is explained by its runner-up, the best plan in which it is anything else. Both plans are priced by one
+model, so the difference is the price of the runner-up, and one of three reasons holds:
 
-* CHEAPER ELSEWHERE: the runner-up takes longer. The decisions that change with it are listed, the largest differences first.
-* TIE: the difference is smaller than the search looks.
+* CHEAPER ELSEWHERE: the runner-up takes longer. The decisions that change with it are listed, the largest differences
+  first.
+* TIE: the difference is smaller than the search's resolution.
 * NOT POSSIBLE: a rule leaves no other choice: a dimension that does not divide, a pin, or the cap.
 
-A solver that ends early knows the price between two bounds only, and the text then says so. Prices of recomputation and of
-the host are estimates: these change the step that is planned, and no plan of the other step was searched.
+A solver that ends early knows the price between two bounds only, and the text then says so. Prices of recomputation and
+of the host are estimates: these change the step that is planned, and no plan of the other step was searched.
 """
 
 from dataclasses import asdict, dataclass
@@ -27,13 +28,14 @@ UNCERTAIN = "uncertain"
 """In place of a reason for an estimate by which the contrary is faster and fits: the search knows the peak better."""
 
 MAX_CHANGES = 8
-"""Decisions listed as changing with one. Source: a choice of ours; they fit a terminal."""
+"""Largest number of decisions that are listed as changing with one. Source: a choice of ours; they fit a terminal."""
 
 MAX_PARTS = 4
-"""Kinds of computation and communication that a price is split into. Source: a choice of ours."""
+"""Largest number of kinds of computation and communication into which a price is split. Source: a choice of ours."""
 
 PRECISE = 0.02
-"""Of a price: bounds that are closer than this are said as one number. Source: the price of `explain` is promised to 2%."""
+"""Bounds on a price that differ by less than this share are printed as one number. Source: the price of `explain` is
+promised to 2%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,11 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """The other choice of what is recomputed, or of what rests on the host, by its own seconds and bytes.
+    """The contrary choice of recomputation, or of resting on the host, by its own seconds and bytes.
 
     Attributes:
-      choice: what the plan does.
-      other: what it could do instead.
+      choice: the plan's choice.
+      other: the contrary choice.
       more_s: estimated seconds that a step would take longer; negative if it would be faster.
       more_bytes: estimated bytes that a device would hold besides; negative if fewer.
       reason: one of the three reasons, or `uncertain`.
@@ -107,7 +109,7 @@ class MoreMemory:
     Attributes:
       more_bytes: bytes that the cap is higher.
       less_s: seconds that a step would take less.
-      how: what the memory would be used for; empty if for nothing.
+      how: the use of that memory; empty if there is none.
       is_estimate: whether no plan was searched for it.
     """
 
@@ -119,20 +121,20 @@ class MoreMemory:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a plan decides something as it does; `print` it.
+    """The explanation of a decision; `print` it.
 
     Attributes:
       name: the decision's name in the plan, the path of an argument or the name of an op.
-      choice: the decision; empty of an op of which the plan says only whether it is recomputed.
+      choice: the decision; empty for an op of which the plan decides only the recomputation.
       reason: `cheaper elsewhere`, `tie` or `not possible`; empty without a choice.
-      rules: what rules other choices out, a sentence each.
+      rules: the rules that exclude other choices, a sentence each.
       runner_up: the best plan with another choice that fits; None if there is none.
       beyond_cap: the best plan with another choice that the cap rules out, if it is faster than the runner-up.
       retention: whether the op is recomputed or offloaded, and the price of the contrary.
       host: whether the argument rests on the host, and the price of the contrary.
       more_memory: the worth of the next 10% of memory.
       step_s: seconds of a step of the plan.
-      is_upper: whether another choice of what is recomputed or offloaded may make the runner-up cheaper than it is here.
+      is_upper: whether other recomputation or offloading may make the runner-up cheaper than it is here.
     """
 
     name: str
