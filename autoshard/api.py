@@ -693,9 +693,9 @@ def loaded(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
 
 def _refuse_beside(decider: str, options: Options, *names: str) -> None:
     """Refuses options that `plan=` or `like=` (the decider) has decided already."""
-    if said := [name for name in names if getattr(options, name) is not None]:
+    if given := [name for name in names if getattr(options, name) is not None]:
         raise InputError(
-            f"{decider}= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out "
+            f"{decider}= has decided what {', '.join(f'{name}=' for name in given)} would say: leave that out, or leave out "
             f"{decider}= to search again"
         )
 

@@ -175,5 +175,9 @@ def _stages_read(parts: PipelineStep, stage_of: Mapping[str, int]) -> Iterator[t
 
 def _only(sharding: Sharding, shared: Mapping[str, str]) -> Sharding:
     """A sharding that decides on shared arguments only."""
-    said = {mine: sharding.arguments.get(theirs, "").removesuffix(ON_HOST) for mine, theirs in shared.items()}
-    return replace(sharding, arguments={name: text for name, text in said.items() if text}, ops={}, copies={})
+    texts = {
+        mine: sharding.arguments.get(theirs, "").removesuffix(ON_HOST) for mine, theirs in shared.items()
+    }
+    return replace(
+        sharding, arguments={name: text for name, text in texts.items() if text}, ops={}, copies={}
+    )

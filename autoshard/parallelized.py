@@ -431,8 +431,8 @@ class Parallelized[**P, R]:
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(type_of, leaves))
         given = self._plan_for(traced)
-        if self._planned and (said := self._what_changed(call, traced, tree, types, given is not None)):
-            warn(said)
+        if self._planned and (change := self._what_changed(call, traced, tree, types, given is not None)):
+            warn(change)
         Processes.of(devices).agree_on(traced, devices, self._given)
         found, plan, program = self._made(traced, given, hardware, devices, tell)
         return _Planned(signature, call.form, found, plan, program, tree, types)

@@ -160,8 +160,8 @@ def as_in(step: Step, rested: Rested) -> Resting:
     specs: dict[str, PartitionSpec] = {}
     on_host: list[str] = []
     for argument, own in zip(step.arguments, step.abstract_inputs(), strict=True):
-        said = {decisions.arguments.get(other, "") for other in others.of(argument.name, own.shape)}
-        text = said.pop() if len(said) == 1 else ""
+        texts = {decisions.arguments.get(other, "") for other in others.of(argument.name, own.shape)}
+        text = texts.pop() if len(texts) == 1 else ""
         spec = read_partition_spec(text.removesuffix(ON_HOST)) if text else None
         if spec is not None and _may_rest(spec, own.shape, mesh):
             specs[argument.name] = spec
@@ -175,7 +175,7 @@ def _may_rest(spec: PartitionSpec, shape: tuple[int, ...], mesh: tuple[int, ...]
 
 def _by_path(step: Step, pin: Mapping[str, Any]) -> Resting:
     names = [a.name for a in step.arguments]
-    read = {key: _read(key, said) for key, said in pin.items()}
+    read = {key: _read(key, spec) for key, spec in pin.items()}
     deciding = _deciding({key: _checked(key, names) for key in pin})
     specs: dict[str, PartitionSpec] = {}
     on_host: list[str] = []
@@ -202,14 +202,14 @@ def _deciding(named: Mapping[str, Mapping[str, Precision]]) -> dict[str, list[st
     return found
 
 
-def _read(key: str, said: Any) -> tuple[PartitionSpec, bool]:
+def _read(key: str, spec: Any) -> tuple[PartitionSpec, bool]:
     """The spec of a pin, and True if it places the argument on the host."""
-    if isinstance(said, PartitionSpec):
-        return said, False
+    if isinstance(spec, PartitionSpec):
+        return spec, False
     try:
-        if not isinstance(said, str):
-            raise PlanError(f"got {said!r:.60}")
-        return read_partition_spec(said.removesuffix(ON_HOST)), said.endswith(ON_HOST)
+        if not isinstance(spec, str):
+            raise PlanError(f"got {spec!r:.60}")
+        return read_partition_spec(spec.removesuffix(ON_HOST)), spec.endswith(ON_HOST)
     except PlanError as e:
         raise InputError(
             f"pin {key!r}: wanted a jax.sharding.PartitionSpec, or its text as in a plan; {e}"

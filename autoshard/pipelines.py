@@ -264,9 +264,9 @@ def refuse(**options: Any) -> None:
     Raises:
       InputError: one of them is not None.
     """
-    if said := [name for name, value in options.items() if value is not None]:
+    if given := [name for name, value in options.items() if value is not None]:
         raise InputError(
-            f"a pipeline is planned without {', '.join(f'{name}=' for name in said)}. Leave that out, or the pipeline"
+            f"a pipeline is planned without {', '.join(f'{name}=' for name in given)}. Leave that out, or the pipeline"
         )
 
 
@@ -331,9 +331,9 @@ def searched(
     clock = WorkClock() if options.time_limit_s is None else PROCESSOR
     ready = prepared or Prepared(Deadline.after(limit_s, clock))
 
-    def search(limit_bytes: int, _: float | None, said: Progress) -> AnyPipeline:
+    def search(limit_bytes: int, _: float | None, report: Progress) -> AnyPipeline:
         lower = replace(wanted, memory_share=limit_bytes / wanted.memory_bytes)
-        return _faster(step, cluster, lower, executor, said, cutoff_s, ready)
+        return _faster(step, cluster, lower, executor, report, cutoff_s, ready)
 
     def kept() -> AnyPipeline:
         judge = compiled_peaks.judge_of_pipelines(step, cluster, options, progress, lowerings.verified)

@@ -81,8 +81,8 @@ def traced(
             f"{name} has no factor rule and is computed in full on every device ({count} in the step, first {where}). "
             "To say how it splits, wrap it in jax.experimental.custom_partitioning with a sharding_rule"
         )
-    for said in filter(None, (_left_out(graph), _retyped(graph), _doubts(graph), _closed_over(graph))):
-        warn(said)
+    for warning in filter(None, (_left_out(graph), _retyped(graph), _doubts(graph), _closed_over(graph))):
+        warn(warning)
     return graph
 
 
@@ -318,7 +318,7 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
         _check_cap(plan.memory_bytes, there, f"{place}: memory_bytes {plan.memory_bytes}")
         found = driver.apply(step, plan, there, place)
     if found.anew:
-        warn(_said_anew(plan, found, place))
+        warn(_change_of_estimates(plan, found, place))
     return replace(found, plan=compiled_as(found.plan, plan))
 
 
@@ -368,7 +368,7 @@ def explained(step: Step, plan: Plan, name: str, place: str) -> Explanation:
     return explanation.explain(applied(step, plan, place), name, place)
 
 
-def _said_anew(plan: Plan, found: driver.SearchResult, place: str) -> str:
+def _change_of_estimates(plan: Plan, found: driver.SearchResult, place: str) -> str:
     """The warning that names hand-made edits and the decisions that contradicted them."""
     edits = _some([name for _, name in plan.edited]) or "its arguments"
     return f"{place}: what contradicts {edits}, as edited by hand, is decided anew: {_some(found.anew)}"
@@ -397,11 +397,11 @@ def _largest(cluster: AnyCluster) -> Device:
     return max((group.device for group in cluster.groups), key=lambda one: one.memory_bytes)
 
 
-def _check_cap(limit_bytes: int, cluster: AnyCluster, said: str) -> None:
+def _check_cap(limit_bytes: int, cluster: AnyCluster, text: str) -> None:
     """Refuses a cap above the memory of the largest device."""
     device = _largest(cluster)
     if limit_bytes > device.memory_bytes:
         raise InputError(
-            f"{said} is more than the {format_bytes(device.memory_bytes)} that one {device.name} has, of which the runtime "
+            f"{text} is more than the {format_bytes(device.memory_bytes)} that one {device.name} has, of which the runtime "
             f"leaves {format_bytes(cluster.device_memory_limit())}"
         )

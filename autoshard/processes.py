@@ -98,15 +98,15 @@ class Processes:
         meeting = self._next_meeting()
         if jax.process_index() in self.ids:
             _jax.coordination().key_value_set(f"{meeting}/{jax.process_index()}", json.dumps(dict(running)))
-        said = {p: json.loads(_heard(f"{meeting}/{p}")) for p in self.ids}
-        said.setdefault(jax.process_index(), dict(running))
-        first = said[self.ids[0]]
+        reports = {p: json.loads(_heard(f"{meeting}/{p}")) for p in self.ids}
+        reports.setdefault(jax.process_index(), dict(running))
+        first = reports[self.ids[0]]
         for verb, wanted in first.items():
-            others = [p for p, one in said.items() if one[verb] != wanted]
+            others = [p for p, one in reports.items() if one[verb] != wanted]
             if others:
                 raise InputError(
                     f"the processes do not run the same: process {self.ids[0]} {verb} {wanted}, but not {_named(others)}: "
-                    f"process {others[0]} {verb} {said[others[0]][verb]}. Start all with the same program and plan, and "
+                    f"process {others[0]} {verb} {reports[others[0]][verb]}. Start all with the same program and plan, and "
                     "call the step with arguments of the same shapes"
                 )
 

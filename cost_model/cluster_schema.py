@@ -52,7 +52,7 @@ def checked[Kind](data: Any, place: str, kind: type[Kind]) -> Kind:
     try:
         return _adapter(kind).validate_json(json.dumps(data))
     except ValidationError as e:
-        raise ClusterError(_said(e.errors(include_url=False), place, kind)) from None
+        raise ClusterError(_message(e.errors(include_url=False), place, kind)) from None
 
 
 @cache
@@ -60,7 +60,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _said(errors: Sequence[ErrorDetails], place: str, cluster: type) -> str:
+def _message(errors: Sequence[ErrorDetails], place: str, cluster: type) -> str:
     """The message for the first error; an unknown key comes before a missing one, as it may be a misspelling of it."""
     first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
     path, kind = [str(part) for part in first["loc"]], first["type"]

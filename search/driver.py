@@ -459,7 +459,7 @@ def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
     try:
         return reconciled(on_mesh.problem, kept, codec.firmness(plan.decisions, plan.edited), EDITED)
     except ContradictionError as e:
-        edits = [f"{codec.names[node][0]!r} as {codec.said(node, plan.decisions)!r}" for node in e.nodes]
+        edits = [f"{codec.names[node][0]!r} as {codec.text_of(node, plan.decisions)!r}" for node in e.nodes]
         raise PlanError(
             f"{place}: {' and '.join(edits)} contradict each other, and both were edited. Undo one of the two, or delete "
             "it to have it decided anew"
@@ -478,7 +478,7 @@ def _finished(
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
     sites, offloaded_sites = step_problem.sites, step_problem.offloaded_sites
     retention = (
-        RetentionCodec(step_problem.traced_program).said(sites, offloaded_sites)
+        RetentionCodec(step_problem.traced_program).decisions(sites, offloaded_sites)
         if sites or offloaded_sites
         else {}
     )

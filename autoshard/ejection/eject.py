@@ -204,7 +204,7 @@ class Ejection:
         compiled = () if beside is None else beside.differences
         differences = (*draft.differences, *_donations(layout), *compiled)
         mesh = format_mesh(tuple(layout.mesh.values()))
-        said = (
+        paragraphs = (
             f"`{layout.step}` on {self.cluster.name}, a mesh of {mesh} devices.",
             usage(layout),
             draft.sentence,
@@ -213,7 +213,7 @@ class Ejection:
             f"Ejected by autoshard from the plan with the fingerprint {self.plan.fingerprint}.",
         )
         ejected = Ejected(
-            draft.file(said), draft.form, differences, tried=draft.tried, constants=draft.constants
+            draft.file(paragraphs), draft.form, differences, tried=draft.tried, constants=draft.constants
         )
         if beside is None:
             return ejected

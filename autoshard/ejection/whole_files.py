@@ -139,7 +139,7 @@ def wrapper_file(
     layout: Layout,
     read: Mapping[str, Mapping[str, PartitionSpec]],
     options: Mapping[str, str],
-    said: Sequence[str],
+    paragraphs: Sequence[str],
 ) -> str:
     """The file that jits the user's own step.
 
@@ -147,7 +147,7 @@ def wrapper_file(
       layout: the shardings at the step's border.
       read: per argument, the specs in which its arrays are read, by path; of those that are not read as they rest.
       options: the compiler's options on GPUs.
-      said: the paragraphs of the file's docstring.
+      paragraphs: the paragraphs of the file's docstring.
     """
     is_hosted = any(tree.hosted for tree in layout.arguments)
     run = [
@@ -157,7 +157,7 @@ def wrapper_file(
         f"{INDENT}return step(*args)",
     ]
     helpers = [HOSTED] * is_hosted + [READ] * bool(read)
-    return _file(layout, options, said, _Content(run, constants=_read_constants(read), helpers=helpers))
+    return _file(layout, options, paragraphs, _Content(run, constants=_read_constants(read), helpers=helpers))
 
 
 def printed(layout: Layout) -> Written:
@@ -181,7 +181,7 @@ LOADED = """with np.load(__file__.removesuffix(".py") + ".npz") as arrays:
     CONSTANTS = dict(arrays)"""
 
 
-def written_file(layout: Layout, body: Written, options: Mapping[str, str], said: Sequence[str]) -> str:
+def written_file(layout: Layout, body: Written, options: Mapping[str, str], paragraphs: Sequence[str]) -> str:
     """The file that has the program itself, as `printed` gives it."""
     program = [
         "def written(",
@@ -199,7 +199,7 @@ def written_file(layout: Layout, body: Written, options: Mapping[str, str], said
     use = "; here it only gives the structure of the result"
     imports = f"import jax.numpy as jnp\n{'import numpy as np\n' * bool(body.stored)}from jax import lax\n"
     loaded = [LOADED] if body.stored else []
-    return _file(layout, options, said, _Content(run, use, loaded, ["\n".join(program)], imports))
+    return _file(layout, options, paragraphs, _Content(run, use, loaded, ["\n".join(program)], imports))
 
 
 def _written_run(layout: Layout) -> list[str]:
@@ -271,7 +271,7 @@ def _read_constants(read: Mapping[str, Mapping[str, PartitionSpec]]) -> list[str
     return [source.dictionary("READ", texts)] if read else []
 
 
-def _file(layout: Layout, options: Mapping[str, str], said: Sequence[str], content: _Content) -> str:
+def _file(layout: Layout, options: Mapping[str, str], paragraphs: Sequence[str], content: _Content) -> str:
     names, objects = ", ".join(map(source.quoted, layout.names)), layout.objects
     assigned = [
         constants(layout.mesh, layout.trees),
@@ -297,7 +297,7 @@ def _file(layout: Layout, options: Mapping[str, str], said: Sequence[str], conte
         in_place=IN_PLACE if objects else "",
     )
     imports = f"{content.imports}from flax import nnx\n" if objects else content.imports
-    head = [docstring(said), IMPORTS.format(imports), "\n".join(assigned)]
+    head = [docstring(paragraphs), IMPORTS.format(imports), "\n".join(assigned)]
     helpers = [PURE, *content.helpers] if objects else content.helpers
     return "\n\n".join(head) + "\n\n\n" + "\n\n".join([FUNCTIONS, *helpers, text])
 

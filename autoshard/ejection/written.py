@@ -177,10 +177,10 @@ class _Printer:
     def assigned(self, name: str, content: Any) -> Iterator[str]:
         """The assignment of a constant array."""
         try:
-            said = constant(content)
-            if said is None:
-                said, self.stored[name] = stored(content, name)
-            yield f"{name} = {said}"
+            code = constant(content)
+            if code is None:
+                code, self.stored[name] = stored(content, name)
+            yield f"{name} = {code}"
         except UnwritableError as e:
             self.unwritten.append(f"a constant array of shape {np.shape(content)} ({e})")
 

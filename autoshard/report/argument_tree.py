@@ -35,7 +35,7 @@ class Node:
 
     Attributes:
       label: its piece of the path; of several alike, with their numbers as ranges.
-      said: of an argument: its type, its role and its spec.
+      described: of an argument: its type, its role and its spec.
       num_bytes: on one device, of one of those that it stands for; None if no type's size is known.
       count: number of arguments below it, or one.
       copies: number of siblings that it stands for.
@@ -43,7 +43,7 @@ class Node:
     """
 
     label: str
-    said: tuple[str, str, str] | None = None
+    described: tuple[str, str, str] | None = None
     num_bytes: int | None = 0
     count: int = 1
     copies: int = 1
@@ -52,7 +52,7 @@ class Node:
     @property
     def shape(self) -> object:
         """Equal for nodes that hold the same arguments but for the number in their own label."""
-        return self.said or tuple((child.label, child.copies, child.shape) for child in self.children)
+        return self.described or tuple((child.label, child.copies, child.shape) for child in self.children)
 
     @property
     def all_bytes(self) -> int | None:
@@ -108,7 +108,7 @@ def tree(plan: PlanValues) -> Node:
     return _parent("", root)
 
 
-def _insert(root: Branch, name: str, said: str, spec: str, mesh: Mapping[str, int]) -> None:
+def _insert(root: Branch, name: str, described: str, spec: str, mesh: Mapping[str, int]) -> None:
     """Puts an argument where its path leads; beside all others if an argument is in its way."""
     *path, last = pieces(name)
     branch = root
@@ -119,11 +119,11 @@ def _insert(root: Branch, name: str, said: str, spec: str, mesh: Mapping[str, in
             break
         branch = below
     last = name if last in branch else last
-    (root if last == name else branch)[last] = _leaf(last, said, spec, mesh)
+    (root if last == name else branch)[last] = _leaf(last, described, spec, mesh)
 
 
-def _leaf(label: str, said: str, spec: str, mesh: Mapping[str, int]) -> Node:
-    kind, _, role = said.rpartition(" ")
+def _leaf(label: str, described: str, spec: str, mesh: Mapping[str, int]) -> Node:
+    kind, _, role = described.rpartition(" ")
     return Node(label, (kind or "-", role.replace("_", " ") or "-", spec), local_bytes(kind, spec, mesh))
 
 
@@ -165,7 +165,7 @@ def _one(alike: Sequence[Node]) -> Node:
 
 
 def _leaves(node: Node) -> Iterator[Node]:
-    if node.said:
+    if node.described:
         yield node
     for child in node.children:
         yield from _leaves(child)
@@ -188,8 +188,8 @@ def _drawn(node: Node, is_open: bool) -> Html:
     )
     num_bytes = node.all_bytes
     size = element("span", "-" if num_bytes is None else format_bytes(num_bytes), class_="number")
-    if node.said:
-        kind, role, spec = node.said
+    if node.described:
+        kind, role, spec = node.described
         return element(
             "div",
             label,

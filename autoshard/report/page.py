@@ -238,8 +238,8 @@ def _verdict(plan: PlanValues, one: Candidate) -> str:
 def _sources(plan: PlanValues, cluster: AnyCluster) -> Html:
     """The sources of the page's numbers: estimates, the compiler, measurements."""
     compiled = plan.estimates.compiled_peak_bytes
-    named = {path: said for group in cluster.groups for path, said in group.sources}
-    measured = sum(said.startswith("measured") for said in named.values())
+    named = {path: source for group in cluster.groups for path, source in group.sources}
+    measured = sum(source.startswith("measured") for source in named.values())
     rows = [
         ("times, collectives, memory", "estimated", "by the cost model, from the decisions of the plan"),
         (

@@ -137,16 +137,16 @@ def more_memory(plan: PlanValues) -> str:
 
 def _savings(plan: PlanValues) -> list[str]:
     """The means by which a plan saves memory."""
-    estimates, said = plan.estimates, list[str]()
+    estimates, sentences = plan.estimates, list[str]()
     if any("remat" in text for text in plan.retention.values()):
         seconds = format_seconds(estimates.recompute_s)
-        said.append(f"recomputes for {seconds}" if estimates.recompute_s else "recomputes cheap ops")
+        sentences.append(f"recomputes for {seconds}" if estimates.recompute_s else "recomputes cheap ops")
     if estimates.host_bytes:
         copies = f", whose copies take {format_seconds(estimates.transfer_s)}" * bool(estimates.transfer_s)
-        said.append(f"keeps {format_bytes(estimates.host_bytes)} per device on the host{copies}")
+        sentences.append(f"keeps {format_bytes(estimates.host_bytes)} per device on the host{copies}")
     if plan.microbatches > 1 and not plan.is_pipeline:
-        said.append(f"takes the batch in {plural(plan.microbatches, 'microbatch', 'es')}")
-    return said
+        sentences.append(f"takes the batch in {plural(plan.microbatches, 'microbatch', 'es')}")
+    return sentences
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -57,8 +57,8 @@ def cases(
     return tuple(
         dict.fromkeys(
             Case(sized, cap)
-            for said, cluster in known
-            for sized in _sized(said, cluster, devices)
+            for given, cluster in known
+            for sized in _sized(given, cluster, devices)
             for cap in _caps(cluster, memory)
         )
     )
@@ -70,9 +70,11 @@ def _caps(cluster: AnyCluster, memory: Sequence[str | int]) -> list[int]:
     return [min(given_bytes(cap, cluster), own) for cap in memory] or [own]
 
 
-def _sized(said: str | AnyCluster, cluster: AnyCluster, devices: Sequence[int]) -> Iterator[str | AnyCluster]:
+def _sized(
+    given: str | AnyCluster, cluster: AnyCluster, devices: Sequence[int]
+) -> Iterator[str | AnyCluster]:
     """The cluster in each size."""
-    is_preset = isinstance(said, str) and not said.lower().endswith(".json") and _COUNTED.fullmatch(said)
+    is_preset = isinstance(given, str) and not given.lower().endswith(".json") and _COUNTED.fullmatch(given)
     if not devices:
         yield cluster.name if is_preset else cluster
     elif not is_preset:

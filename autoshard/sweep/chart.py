@@ -155,8 +155,8 @@ def _table(rows: Sequence[WhatIf]) -> Iterator[str]:
     titles = "".join(f'<th scope="col">{one or "best"}</th>' for one in (*HEAD, "plan"))
     yield f"<div><table><thead><tr>{titles}</tr></thead><tbody>"
     for row in rows:
-        said = row.reason if row.plan is None else plan_title(row.plan)
-        cells = ("*" * row.is_on_front, row.cluster, format_bytes(row.memory_bytes), *numbers(row), said)
+        outcome = row.reason if row.plan is None else plan_title(row.plan)
+        cells = ("*" * row.is_on_front, row.cluster, format_bytes(row.memory_bytes), *numbers(row), outcome)
         yield (
             f'<tr class="{"best" * row.is_on_front}">'
             + "".join(f"<td>{escape(c)}</td>" for c in cells)

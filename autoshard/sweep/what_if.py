@@ -56,8 +56,8 @@ class Sweep:
         for done, (number, answer) in enumerate(answers, start=2):
             if done <= len(self.cases):
                 progress(f"search {done} of {len(self.cases)}")
-            for said in set(answer.warned) - warned:
-                warn(said)
+            for warning in set(answer.warned) - warned:
+                warn(warning)
             warned.update(answer.warned)
             yield number, self._row(self.cases[number], answer)
 

@@ -64,9 +64,9 @@ def extrapolated(cut: Shortened, short: CompiledStats, less: Sequence[CompiledSt
         first, *others = values
         return max(0, round(cut.extrapolate(first, others)))
 
-    def traffic(said: Sequence[Mapping[Any, Traffic]]) -> dict[Any, Traffic]:
-        keys = dict.fromkeys(key for one in said for key in one)
-        of = {key: [one.get(key, (0, 0)) for one in said] for key in keys}
+    def traffic(records: Sequence[Mapping[Any, Traffic]]) -> dict[Any, Traffic]:
+        keys = dict.fromkeys(key for one in records for key in one)
+        of = {key: [one.get(key, (0, 0)) for one in records] for key in keys}
         return {key: (whole(c for c, _ in found), whole(b for _, b in found)) for key, found in of.items()}
 
     programs = (short, *less)

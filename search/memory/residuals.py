@@ -129,13 +129,15 @@ class Residuals:
         second case its result would otherwise become an array on the way.
         """
         runs, is_stored = cheapest(self.problem, price_s_per_byte), np.array(self.is_stored, bool)
-        said = is_stored & runs
+        is_listed = is_stored & runs
         for op in np.flatnonzero(runs).tolist():
-            said[op] |= any(said[made] for made in self._made_of[op])
+            is_listed[op] |= any(is_listed[made] for made in self._made_of[op])
         for op in np.flatnonzero(runs)[::-1].tolist():
-            if said[op]:
-                said[[made for made in self._made_of[op] if not is_stored[made]]] = True
-        return frozenset(site for site, one in zip(self.sites, said, strict=True) if one and site is not None)
+            if is_listed[op]:
+                is_listed[[made for made in self._made_of[op] if not is_stored[made]]] = True
+        return frozenset(
+            site for site, one in zip(self.sites, is_listed, strict=True) if one and site is not None
+        )
 
     @cached_property
     def _made_of(self) -> list[list[int]]:

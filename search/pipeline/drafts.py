@@ -61,7 +61,7 @@ def stands(size: int, group: Cluster) -> bool:
     return is_whole and size <= group.num_devices
 
 
-class Way(NamedTuple):
+class LayerVariant(NamedTuple):
     """A way to run layers.
 
     Attributes:
@@ -76,7 +76,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DraftOptions:
     """The options of a draft.
 
     Attributes:
@@ -117,24 +117,24 @@ class Drafting:
       among: the step as each stage may run it. These differ only in recomputation, and the first one recomputes least.
       num_replicas: replicas of each stage.
       shapes: the possible meshes of a replica's devices.
-      wanted: the options of drafts.
+      options: the options of drafts.
       cluster: the devices, in the order of its groups of nodes.
     """
 
     among: tuple[Parts, ...]
     num_replicas: int
     shapes: tuple[tuple[int, ...], ...]
-    wanted: Wanted
+    options: DraftOptions
     cluster: AnyCluster
 
     def __str__(self) -> str:
         sites = self.among[-1].step_problem.sites
         up_to = "up to " if len(self.among) > 1 else ""
-        again = f", recomputing {up_to}{len(sites)} ops" if sites else ""
+        recomputing = f", recomputing {up_to}{len(sites)} ops" if sites else ""
         groups = [group.name for group in self.cluster.groups]
         first = f", {groups[0]} first" if len(groups) > 1 else ""
-        name = f", {self.wanted.schedule}" if self.wanted.shares_workers else ""
-        return f"{self.num_microbatches} microbatches, {self.num_replicas} replicas of each stage{name}{again}{first}"
+        name = f", {self.options.schedule}" if self.options.shares_workers else ""
+        return f"{self.num_microbatches} microbatches, {self.num_replicas} replicas of each stage{name}{recomputing}{first}"
 
     def draft(self) -> "Draft | None":
         """The fastest cut; None if none fits.
@@ -145,22 +145,22 @@ class Drafting:
         cut = fastest_cut(self.problem, GAP)
         if cut is None:
             return None
-        count, names = len(cut.stages), self.wanted.schedules
-        if self.wanted.schedule is None:
+        count, names = len(cut.stages), self.options.schedules
+        if self.options.schedule is None:
             names = tuple(name for name in names if FAMILIES[name].suits(count, self.num_microbatches))
         for name in names:
             check_numbers(name, count, self.num_microbatches, num_workers(name, count))
         return Draft(self, cut, names) if names else None
 
     @property
-    def plain(self) -> Parts:
+    def base(self) -> Parts:
         """The step that recomputes least."""
         return self.among[0]
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches of each replica."""
-        return self.plain.count // self.num_replicas
+        return self.base.count // self.num_replicas
 
     @property
     def recomputes(self) -> bool:
@@ -170,46 +170,46 @@ class Drafting:
     @property
     def without_cap(self) -> "Drafting":
         """The problem without a cap."""
-        return replace(self, wanted=replace(self.wanted, memory_share=inf))
+        return replace(self, options=replace(self.options, memory_share=inf))
 
     @cached_property
-    def ways(self) -> tuple[Way, ...]:
+    def variants(self) -> tuple[LayerVariant, ...]:
         """The ways to run layers."""
-        ways = starmap(Way, product(self.cluster.groups, self.among, self.shapes))
-        return tuple(one for one in ways if self.wanted.may_stand(self._size(one), one.group))
+        variants = starmap(LayerVariant, product(self.cluster.groups, self.among, self.shapes))
+        return tuple(one for one in variants if self.options.may_stand(self._size(one), one.group))
 
-    def way(self, stage: StagePlan) -> Way:
+    def variant_of(self, stage: StagePlan) -> LayerVariant:
         """The way in which a stage's layers are run."""
-        return self.ways[int(stage.variant)]
+        return self.variants[int(stage.variant)]
 
     @cached_property
     def problem(self) -> InterOpProblem:
         """The problem of the inter-op search. Stages that share workers have equally many devices each; the simulator
         tells if they fit."""
-        if self.wanted.shares_workers:
-            assert self.wanted.stages, "stages that share workers are asked for by their number"
-            nodes, in_flight, links = (Node(self.wanted.stages, np.inf),), (1,), []
+        if self.options.shares_workers:
+            assert self.options.stages, "stages that share workers are asked for by their number"
+            nodes, in_flight, links = (Node(self.options.stages, np.inf),), (1,), []
             options = [self._option(0, Submesh(1, 1))]
         else:
-            held = self.num_microbatches if self.wanted.schedule == "gpipe" else 1
+            held = self.num_microbatches if self.options.schedule == "gpipe" else 1
             nodes, in_flight, links = self._nodes, tuple(range(held, self.num_microbatches + 1)), self._links
-            options = [self._option(n, self._submesh(way)) for n, way in enumerate(self.ways)]
-        kinds, costs = tuple(dict.fromkeys(links)), self.plain.costs(self.shapes[0], self.num_replicas)
+            options = [self._option(n, self._submesh(variant)) for n, variant in enumerate(self.variants)]
+        kinds, costs = tuple(dict.fromkeys(links)), self.base.costs(self.shapes[0], self.num_replicas)
         return InterOpProblem(
             nodes,
             tuple(options),
             self.num_microbatches,
             in_flight,
             np.array([2 * costs.transfer_s(link) for link in kinds or (self.cluster.groups[0].intra,) * 2]),
-            num_stages=self.wanted.stages,
+            num_stages=self.options.stages,
             links=tuple(map(kinds.index, links)),
         )
 
     @property
     def _nodes(self) -> tuple[Node, ...]:
-        caps = self.cluster.caps(self.wanted.memory_bytes)
+        caps = self.cluster.caps(self.options.memory_bytes)
         of_groups = (
-            (Node(group.devices_per_node, self.wanted.memory_share * cap, self._kind(group)),)
+            (Node(group.devices_per_node, self.options.memory_share * cap, self._kind(group)),)
             * group.num_nodes
             for group, cap in zip(self.cluster.groups, caps, strict=True)
         )
@@ -227,8 +227,8 @@ class Drafting:
 
     def _option(self, n: int, submesh: Submesh) -> StageOption:
         """The n-th way to run layers, on a stage's devices."""
-        way = self.ways[n]
-        costs = way.parts.on(way.group).costs(way.shape, self.num_replicas)
+        variant = self.variants[n]
+        costs = variant.parts.on(variant.group).costs(variant.shape, self.num_replicas)
         return StageOption(
             submesh,
             str(n),
@@ -237,18 +237,18 @@ class Drafting:
             costs.state_bytes,
             costs.workspace_bytes,
             costs.once_s,
-            self._kind(way.group),
+            self._kind(variant.group),
         )
 
     def _kind(self, group: Cluster) -> str:
         return group.name if len(self.cluster.groups) > 1 else ""
 
-    def _size(self, way: Way) -> int:
+    def _size(self, variant: LayerVariant) -> int:
         """Devices of a stage."""
-        return self.num_replicas * prod(way.shape)
+        return self.num_replicas * prod(variant.shape)
 
-    def _submesh(self, way: Way) -> Submesh:
-        size, per_node = self._size(way), way.group.devices_per_node
+    def _submesh(self, variant: LayerVariant) -> Submesh:
+        size, per_node = self._size(variant), variant.group.devices_per_node
         return Submesh(1, size) if size <= per_node else Submesh(size // per_node, per_node)
 
 
@@ -290,36 +290,36 @@ class Draft:
     def proposal(self) -> Proposal | NoCut:
         """The fastest schedule that fits, or the reason why none does."""
         parts = self._parts
-        is_drafted = parts is self.drafting.plain
+        is_drafted = parts is self.drafting.base
         found = self._as_drafted if is_drafted else self._proposals([parts] * len(self.cut.stages))
         fitting = self._fitting(found)
         return min(fitting, key=lambda one: one.rank) if fitting else NoCut(self.cut.stages)
 
     def _fitting(self, found: Sequence[Proposal]) -> list[Proposal]:
-        wanted = self.drafting.wanted
-        return [one for one in found if one.fullness(wanted.memory_bytes) <= wanted.memory_share]
+        options = self.drafting.options
+        return [one for one in found if one.fullness(options.memory_bytes) <= options.memory_share]
 
     @cached_property
     def _as_drafted(self) -> list[Proposal]:
         """Its schedules, each stage priced by the step in which all layers run as the stage's do."""
-        return self._proposals([self.drafting.way(stage).parts for stage in self.cut.stages])
+        return self._proposals([self.drafting.variant_of(stage).parts for stage in self.cut.stages])
 
     @cached_property
     def _parts(self) -> Parts:
         """The step with the recomputation that the cut decides for each stage."""
-        plain, sites = self.drafting.plain, set[Site]()
+        base, sites = self.drafting.base, set[Site]()
         for stage in self.cut.stages:
             layers = range(stage.first_layer, stage.end_layer)
-            again = self.drafting.way(stage).parts
-            if again is not plain:
-                of_step = again.step_problem.sites
-                sites |= {s for s in of_step if not plain.shares.layers_of(s).isdisjoint(layers)}
-        return plain.recomputing(frozenset(sites)) if sites else plain
+            recomputing = self.drafting.variant_of(stage).parts
+            if recomputing is not base:
+                of_step = recomputing.step_problem.sites
+                sites |= {s for s in of_step if not base.shares.layers_of(s).isdisjoint(layers)}
+        return base.recomputing(frozenset(sites)) if sites else base
 
     def _proposals(self, run_as: Sequence[Parts]) -> list[Proposal]:
         """Its schedules, with stages priced by `run_as`: the lowest bound first, until one fits that no other bound
         undercuts."""
-        stages, count, wanted = self._placed(run_as), len(self.cut.stages), self.drafting.wanted
+        stages, count, options = self._placed(run_as), len(self.cut.stages), self.drafting.options
         numbers = {
             name: (self.drafting.num_microbatches, num_workers(name, count)) for name in self.schedules
         }
@@ -328,7 +328,7 @@ class Draft:
             if least_s > best_s:
                 break
             found.append(stages.proposal(build_schedule(name, count, *numbers[name])))
-            if found[-1].fullness(wanted.memory_bytes) <= wanted.memory_share:
+            if found[-1].fullness(options.memory_bytes) <= options.memory_share:
                 best_s = min(best_s, found[-1].step_s)
         return found
 
@@ -339,9 +339,9 @@ class Draft:
         worker_of = {stage: w for w, stages in reversed(workers) for stage in stages}
         placed: list[Placed] = []
         for n, stage in enumerate(self.cut.stages):
-            shape = drafting.way(stage).shape
+            shape = drafting.variant_of(stage).shape
             device = worker_of[n] * drafting.num_replicas * prod(shape)
-            device = device if drafting.wanted.shares_workers else stage.first_device
+            device = device if drafting.options.shares_workers else stage.first_device
             placed.append(Placed(stage.first_layer, stage.end_layer, device, shape))
         copies = 2 if name == "chimera" else 1
         return Stages(run_as, drafting.cluster, drafting.num_replicas, placed, copies)

@@ -73,7 +73,7 @@ class IntraOp:
         """The specs and the reshards of values."""
         return ReshardPaths(self.on_mesh.memory.costed, self.labels)
 
-    def lies(self, place: Place | None, value: Value) -> Spec:
+    def spec_of(self, place: Place | None, value: Value) -> Spec:
         """The spec of a value between programs. Partial values are reduced before they leave a program.
 
         Args:
@@ -135,18 +135,18 @@ def as_tasks(program: FlatProgram) -> FlatProgram:
     arguments = zip(program.inputs, program.step.arguments, strict=True)
     resting = {v for v, argument in arguments if argument.role is not Role.BATCH}
 
-    def handed_over(op: FlatOp) -> FlatOp:
+    def brought(op: FlatOp) -> FlatOp:
         is_brought = op.name == ENTER and op.site == loop and op.operands[0] in resting
         return replace(op, operand_counts=(count,)) if is_brought else op
 
-    return replace(program, ops=tuple(map(handed_over, program.ops)))
+    return replace(program, ops=tuple(map(brought, program.ops)))
 
 
 def between_programs(
-    on_mesh: MeshProblem, kept: Sequence[np.ndarray], is_lean: bool = False
+    on_mesh: MeshProblem, kept: Sequence[np.ndarray], splits_parameters: bool = False
 ) -> tuple[np.ndarray, ...]:
-    """The strategies, among some, under which forward and backward passes can be programs of their own. With `is_lean`,
-    each device holds only a part of each parameter that tasks read."""
+    """The strategies, among some, under which forward and backward passes can be programs of their own. With
+    `splits_parameters`, each device holds only a part of each parameter that tasks read."""
     costed = on_mesh.memory.costed
     graph, program = costed.graph, costed.graph.folded.program
     left = list(kept)
@@ -155,7 +155,7 @@ def between_programs(
         ways = costed.strategies[copy.node].copy_sources
         left[copy.node] = np.array([s for s in left[copy.node] if ways[s] is not CopySource.KEPT], int)
     for op_class, members in enumerate(graph.folded.members):
-        if is_lean and any(_is_large_entry(program, program.ops[i], loop) for i in members):
+        if splits_parameters and any(_is_large_entry(program, program.ops[i], loop) for i in members):
             port = graph.ports[op_class, 0, True]
             is_split = (port_specs(port, costed.strategies[port.node]) >= 0).any(axis=1)
             in_parts = np.array([s for s in left[port.node] if is_split[s]], int)
@@ -186,7 +186,7 @@ def solved(
     step_problem: StepProblem,
     cluster: Cluster,
     shape: tuple[int, ...],
-    is_lean: bool = False,
+    splits_parameters: bool = False,
     pins: Mapping[str, Any] = NO_PINS,
 ) -> IntraOp:
     """The fastest strategies on a mesh of a replica's devices. They have no cap: caps are for stages.
@@ -196,7 +196,7 @@ def solved(
     """
     on_mesh = _of_replica(step_problem, cluster, shape)
     try:
-        kept = between_programs(on_mesh, on_mesh.pinned(pins), is_lean)
+        kept = between_programs(on_mesh, on_mesh.pinned(pins), splits_parameters)
         return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
     except PlanError as e:  # there is no plan yet, so a pin is impossible
         raise InputError(str(e)) from e

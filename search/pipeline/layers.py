@@ -16,9 +16,9 @@ from itertools import pairwise
 import numpy as np
 
 from autoshard.search.ir.graph import Op
-from autoshard.search.pipeline.local_ties import untied, within_stages
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.split_loops import between_ops, num_positions
+from autoshard.search.pipeline.stage_barriers import barriers_per_value, barriers_within_stages
 from autoshard.search.pipeline.stage_cut import StageCut, crossing_bytes, num_flops
 from autoshard.search.pipeline.stages import StageAssignment, assign
 
@@ -58,8 +58,8 @@ class Layers:
     @classmethod
     def _cut(cls, whole: PipelineStep, starts: tuple[int, ...]) -> "Layers":
         step, cut = between_ops(whole, StageCut(starts[1:]))
-        step = untied(step)
-        return cls(starts, whole, within_stages(step, assign(step, cut)), cut)
+        step = barriers_per_value(step)
+        return cls(starts, whole, barriers_within_stages(step, assign(step, cut)), cut)
 
     def of_like(self, step: PipelineStep) -> "Layers | None":
         """These layers in a step that also recomputes. Forward ops that serve only the backward phase may be missing

@@ -17,8 +17,8 @@ from autoshard.search.device.prediction import Prediction
 from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
 from autoshard.search.ir.graph import Op, Site
 from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.layout_copies import with_copies
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.turned_copies import with_copies
 from autoshard.search.problem.flat_program import FlatOp
 
 

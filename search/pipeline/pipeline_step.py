@@ -182,7 +182,7 @@ class PipelineStep:
         made: set[int] = set()
         found: set[Op] = set()
         for op in self.body:
-            if op not in self.made_anew and (
+            if op not in self.duplicated and (
                 op.phase is not Phase.FORWARD or not made.isdisjoint(op.operands)
             ):
                 found.add(op)
@@ -192,10 +192,10 @@ class PipelineStep:
     @cached_property
     def forward_ops(self) -> tuple[Op, ...]:
         """The ops of the body to which a cut assigns stages, in program order."""
-        return tuple(op for op in self.body if op not in self.made_anew and op not in self.backward_ops)
+        return tuple(op for op in self.body if op not in self.duplicated and op not in self.backward_ops)
 
     @cached_property
-    def made_anew(self) -> frozenset[Op]:
+    def duplicated(self) -> frozenset[Op]:
         """The ops whose results are computed by each program that reads them."""
         handed_on = {*self.terms, *self.terms.values(), *(v for v, _ in self.pieces.values())}
         small = {v for v in self.step.graph.inputs if _is_scalar((self.values[v],))}
@@ -306,12 +306,12 @@ class _Opening:
         body = Written((*self.once.values, *self.inner.values), SCOPE)
         makers = {v: op for op in self.graph.ops for v in op.outputs}
         num_whole = self.num_consts + self.num_carry
-        for dealt, inner in zip(self.loop.inputs[num_whole:], self.inner.inputs[num_whole:], strict=True):
-            assert isinstance(dealt, int), "examples are dealt out before the loop"
-            if makers[dealt].name == "iota":
+        for examples, inner in zip(self.loop.inputs[num_whole:], self.inner.inputs[num_whole:], strict=True):
+            assert isinstance(examples, int), "examples are dealt out before the loop"
+            if makers[examples].name == "iota":
                 self.outer[inner] = index
             else:
-                body.write(_part, (dealt, index), None, self._number(inner))
+                body.write(_part, (examples, index), None, self._number(inner))
         body.ops += [
             replace(
                 op, inputs=tuple(map(self._atom, op.inputs)), outputs=tuple(map(self._number, op.outputs))
@@ -345,8 +345,8 @@ def zeros(value: Value) -> Any:
     return jnp.reshape(jnp.zeros((1, *value.shape), value.dtype), value.shape)
 
 
-def _part(dealt: Any, index: Any) -> Any:
-    return jax.lax.dynamic_index_in_dim(dealt, index, 0, keepdims=False)
+def _part(examples: Any, index: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(examples, index, 0, keepdims=False)
 
 
 def _stacked(*pieces: Any) -> Any:

@@ -239,8 +239,8 @@ class _Stages:
     @classmethod
     def of(cls, found: Proposal, step: PipelineStep, memory: StageMemory, memory_bytes: int) -> "_Stages":
         programs, shapes = memory.programs, [stage.placed.shape for stage in found.stages]
-        alike = {_way(s): ProgramKernels(s.intra_op, step, programs) for s in found.stages}
-        kernels, caps = [alike[_way(stage)] for stage in found.stages], found.caps(memory_bytes)
+        alike = {_kind(s): ProgramKernels(s.intra_op, step, programs) for s in found.stages}
+        kernels, caps = [alike[_kind(stage)] for stage in found.stages], found.caps(memory_bytes)
 
         def needed_bytes(program: StageProgram) -> float:
             return kernels[program.stage].temporary_bytes(program, caps[program.stage])
@@ -267,7 +267,7 @@ class _Stages:
         )
 
 
-def _way(stage: StageProposal) -> tuple[str, tuple[int, ...]]:
+def _kind(stage: StageProposal) -> tuple[str, tuple[int, ...]]:
     """A key of the stages that run alike: their nodes and their mesh."""
     return stage.group.name, stage.placed.shape
 
@@ -289,8 +289,8 @@ def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
 def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages, offload: Any) -> Plan:
     problem = found.parts.step_problem
     starts = found.parts.layers.starts
-    solutions = {_way(stage): stage.intra_op for stage in found.stages}
-    ways = sorted(solutions)
+    solutions = {_kind(stage): stage.intra_op for stage in found.stages}
+    kinds = sorted(solutions)
     sites, names = problem.sites, [group.name for group in found.cluster.groups]
     is_mixed = len(names) > 1
     return Plan(
@@ -298,7 +298,7 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages, offloa
         fingerprint=fingerprint(step),
         jax=jax.__version__,
         cluster=found.cluster.to_json(),
-        options=_said(found.parts.pins, offload),
+        options=_given_options(found.parts.pins, offload),
         groups=tuple(names) if is_mixed else (),
         memory_bytes=memory_bytes,
         executor=MPMD,
@@ -306,26 +306,30 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages, offloa
         workers=found.schedule.num_workers,
         microbatches=found.schedule.num_microbatches,
         stages=tuple(
-            Stage(starts[s.placed.first_layer], found.num_replicas, ways.index(_way(s))) for s in found.stages
+            Stage(starts[s.placed.first_layer], found.num_replicas, kinds.index(_kind(s)))
+            for s in found.stages
         ),
-        retention=RetentionCodec(problem.traced_program).said(sites) if sites else {},
-        shardings=tuple(replace(_sharding(solutions[way]), group=way[0] if is_mixed else "") for way in ways),
+        retention=RetentionCodec(problem.traced_program).decisions(sites) if sites else {},
+        shardings=tuple(
+            replace(_sharding(solutions[kind]), group=kind[0] if is_mixed else "") for kind in kinds
+        ),
         estimates=replace(
             _estimates(found, taken),
             shares=tuple(
-                measured_shares(solutions[way].on_mesh.memory.costed, solutions[way].labels) for way in ways
+                measured_shares(solutions[kind].on_mesh.memory.costed, solutions[kind].labels)
+                for kind in kinds
             ),
         ),
         outline=outlined(step),
     )
 
 
-def _said(pins: Mapping[str, Any], offload: Any) -> dict[str, Any]:
+def _given_options(pins: Mapping[str, Any], offload: Any) -> dict[str, Any]:
     """The options that were given, JSON-ready."""
-    said: dict[str, Any] = {"pin": {name: str(spec) for name, spec in sorted(pins.items())}} if pins else {}
+    given: dict[str, Any] = {"pin": {name: str(spec) for name, spec in sorted(pins.items())}} if pins else {}
     if offload is not None:
-        said["offload"] = offload if isinstance(offload, str) else [*offload]
-    return said
+        given["offload"] = offload if isinstance(offload, str) else [*offload]
+    return given
 
 
 def _sharding(solution: IntraOp) -> Sharding:

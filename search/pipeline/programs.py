@@ -26,10 +26,14 @@ import jax
 
 from autoshard.search.ir.graph import Graph, Op, verify
 from autoshard.search.memory.written import Written
-from autoshard.search.pipeline.joined_sums import joined_late
-from autoshard.search.pipeline.local_ties import tied_within_stages, untied, within_stages
 from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep
+from autoshard.search.pipeline.shared_gradients import added_once
 from autoshard.search.pipeline.split_loops import between_ops
+from autoshard.search.pipeline.stage_barriers import (
+    barriers_per_stage,
+    barriers_per_value,
+    barriers_within_stages,
+)
 from autoshard.search.pipeline.stage_cut import StageCut
 from autoshard.search.pipeline.stages import StageAssignment, assign
 from autoshard.search.plan.schedule import TaskKind
@@ -51,9 +55,9 @@ def made_ready(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageCu
     """The step with its loops cut between stages, barriers within stages, and sums of several stages joined late; and its
     cut."""
     step, cut = between_ops(step, cut)
-    step = within_stages(step, assign(step, cut))
-    step = joined_late(step, assign(step, cut))
-    return tied_within_stages(step, assign(untied(step), cut)), cut
+    step = barriers_within_stages(step, assign(step, cut))
+    step = added_once(step, assign(step, cut))
+    return barriers_per_stage(step, assign(barriers_per_value(step), cut)), cut
 
 
 def left_for_later(step: PipelineStep, assigned: StageAssignment) -> frozenset[Op]:
@@ -102,8 +106,8 @@ class _Writing:
     def run(self) -> StagePrograms:
         ops = self._placed()
         self._hand_out_what_is_made_anew(ops)
-        wanted = self._wanted(ops)
-        programs = {place: self._program(place, ops[place], wanted) for place in ops}
+        exported = self._exported(ops)
+        programs = {place: self._program(place, ops[place], exported) for place in ops}
         for program in programs.values():
             verify(program.graph)
         ordered = sorted(programs.items(), key=lambda one: (one[0].part, one[0].level, one[0].stage))
@@ -137,7 +141,7 @@ class _Writing:
             for op, level in self._levels(ops):
                 placed.setdefault(_Place(part, level, self.assigned.of_op[op]), []).append(op)
         for op in self.step.body:
-            if op not in self.step.made_anew:
+            if op not in self.step.duplicated:
                 is_backward = op in self.assigned.backward
                 part = _WEIGHT_GRADIENT if op in later else _BACKWARD if is_backward else _FORWARD
                 placed.setdefault(_Place(part, 0, self.assigned.of_op[op]), []).append(op)
@@ -148,7 +152,7 @@ class _Writing:
         levels: dict[int, int] = {}
         found: list[tuple[Op, int]] = []
         for op in ops:
-            if op not in self.step.made_anew:
+            if op not in self.step.duplicated:
                 stage = self.assigned.of_op[op]
                 before = [levels[v] + (self.stage_of[v] != stage) for v in op.operands if v in levels]
                 level = max(before, default=0)
@@ -167,12 +171,12 @@ class _Writing:
 
     # --- programs
 
-    def _wanted(self, placed: Mapping[_Place, Sequence[Op]]) -> frozenset[int]:
+    def _exported(self, placed: Mapping[_Place, Sequence[Op]]) -> frozenset[int]:
         """The values that programs make for other programs or for the caller."""
-        wanted = {*self.step.step.graph.made}
+        exported = {*self.step.step.graph.made}
         for place, ops in placed.items():
-            wanted |= {*self._body(place, ops).entering}
-        return frozenset(wanted | {v for piece, (v, _) in self.step.pieces.items() if piece in wanted})
+            exported |= {*self._body(place, ops).entering}
+        return frozenset(exported | {v for piece, (v, _) in self.step.pieces.items() if piece in exported})
 
     def _made_anew_at(self, place: _Place) -> list[int]:
         """The step's results that a program makes anew."""
@@ -184,7 +188,7 @@ class _Writing:
         """The results that each reader makes anew: constants, and results of light ops."""
         constants = {v for v, _ in self.step.constants}
         results = dict.fromkeys(self.step.step.graph.made)
-        return tuple(v for v in results if v in constants or self.step.maker.get(v) in self.step.made_anew)
+        return tuple(v for v in results if v in constants or self.step.maker.get(v) in self.step.duplicated)
 
     def _body(self, place: _Place, ops: Sequence[Op]) -> "_Body":
         again = (
@@ -205,13 +209,13 @@ class _Writing:
         light = self.step.on_the_fly
         return not op.bodies and all(self.step.original(v) in light for v in op.outputs)
 
-    def _program(self, place: _Place, ops: Sequence[Op], wanted: frozenset[int]) -> StageProgram:
+    def _program(self, place: _Place, ops: Sequence[Op], exported: frozenset[int]) -> StageProgram:
         anew = self._made_anew_at(place)
         body = self._body(place, ops)
         written = Written(self.step.values, SCOPE)
         written.ops += body.ops
         made = [v for op in ops for v in op.outputs]
-        outputs = {v: v for v in (*made, *anew) if v in wanted}
+        outputs = {v: v for v in (*made, *anew) if v in exported}
         reads = list(body.entering)
         for op in ops:
             for term in op.outputs:
@@ -263,7 +267,7 @@ class _Body:
         maker = self._step.maker.get(v)
         if v in self._constants:
             self.constants.add(v)
-        elif maker is not None and (maker in self._step.made_anew or maker in self._again):
+        elif maker is not None and (maker in self._step.duplicated or maker in self._again):
             self._append(maker)
         else:
             self.entering[v] = None

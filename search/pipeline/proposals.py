@@ -46,15 +46,16 @@ class Parts:
       step_problem: the step with its loop over parts.
       cluster: nodes of one kind on which stages stand.
       borders: further positions in the forward phase at which layers begin.
-      plain: these parts without recomputation; None if these have none, or it is unknown.
+      without_remat: these parts without recomputation; None if these have none, or it is unknown.
       solutions: by the mesh of a replica, the strategies of its devices.
       ledgers: by the mesh of a replica, the costs of layers on it.
       layer_costs: by the mesh of a replica and the number of replicas, these costs as numbers.
       others: by recomputed sites, these parts with that recomputation.
-      again: by the mesh of a replica, choices of recomputation.
-      first: the parts whose layers these have: on nodes of another kind, or not lean; None if these are the first.
-      elsewhere: by nodes of another kind, these parts there.
-      is_lean: whether each device holds only a part of each parameter that tasks read.
+      remat_choices: by the mesh of a replica, choices of recomputation.
+      first: the parts whose layers these have: on nodes of another kind, or without split parameters; None if these are
+        the first.
+      on_other_nodes: by nodes of another kind, these parts there.
+      splits_parameters: whether each device holds only a part of each parameter that tasks read.
       most_layers: largest number of layers.
       pins: the `PartitionSpec` in which an argument must rest on the mesh of a replica, by its pytree path.
     """
@@ -62,19 +63,19 @@ class Parts:
     step_problem: StepProblem
     cluster: Cluster
     borders: Sequence[int] = ()
-    plain: "Parts | None" = None
+    without_remat: "Parts | None" = None
     solutions: dict[tuple[int, ...], IntraOp] = field(default_factory=dict[tuple[int, ...], IntraOp])
     ledgers: dict[tuple[int, ...], Ledger] = field(default_factory=dict[tuple[int, ...], Ledger])
     layer_costs: dict[tuple[tuple[int, ...], int], LayerCosts] = field(
         default_factory=dict[tuple[tuple[int, ...], int], LayerCosts]
     )
     others: "dict[frozenset[Site], Parts]" = field(default_factory=dict[frozenset[Site], "Parts"])
-    again: "dict[tuple[int, ...], tuple[Again, ...]]" = field(
-        default_factory=dict[tuple[int, ...], tuple["Again", ...]]
+    remat_choices: "dict[tuple[int, ...], tuple[RematChoice, ...]]" = field(
+        default_factory=dict[tuple[int, ...], tuple["RematChoice", ...]]
     )
     first: "Parts | None" = None
-    elsewhere: "dict[Cluster, Parts]" = field(default_factory=dict[Cluster, "Parts"])
-    is_lean: bool = False
+    on_other_nodes: "dict[Cluster, Parts]" = field(default_factory=dict[Cluster, "Parts"])
+    splits_parameters: bool = False
     most_layers: int = MAX_LAYERS
     pins: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -121,7 +122,7 @@ class Parts:
         if self.first is not None:
             return self.first.layers
         step = PipelineStep.of_loop(self.step_problem.step)
-        alike = None if self.plain is None else self.plain.layers.of_like(step)
+        alike = None if self.without_remat is None else self.without_remat.layers.of_like(step)
         return alike or Layers.of(step, self.borders, self.most_layers)
 
     def has_layers_of(self, other: "Parts") -> bool:
@@ -144,22 +145,22 @@ class Parts:
         """These parts on nodes of another kind."""
         if cluster == self.cluster:
             return self
-        if cluster not in self.elsewhere:
+        if cluster not in self.on_other_nodes:
             problem = self.step_problem.on_devices(cluster.device)
-            self.elsewhere[cluster] = Parts(
-                problem, cluster, first=self, is_lean=self.is_lean, pins=self.pins
+            self.on_other_nodes[cluster] = Parts(
+                problem, cluster, first=self, splits_parameters=self.splits_parameters, pins=self.pins
             )
-        return self.elsewhere[cluster]
+        return self.on_other_nodes[cluster]
 
     @cached_property
-    def lean(self) -> "Parts":
+    def with_split_parameters(self) -> "Parts":
         """These parts with strategies under which each device holds only a part of each parameter that tasks read."""
-        return Parts(self.step_problem, self.cluster, first=self, is_lean=True, pins=self.pins)
+        return Parts(self.step_problem, self.cluster, first=self, splits_parameters=True, pins=self.pins)
 
     def recomputing(self, sites: frozenset[Site]) -> "Parts":
         """These parts with some ops recomputed."""
-        if self.is_lean and self.first is not None:
-            return self.first.recomputing(sites).lean
+        if self.splits_parameters and self.first is not None:
+            return self.first.recomputing(sites).with_split_parameters
         if sites not in self.others:
             self.others[sites] = self._recomputing(sites)
         return self.others[sites]
@@ -176,7 +177,7 @@ class Parts:
             clock=problem.clock,
             as_run=as_tasks,
         )
-        return Parts(problem, self.cluster, plain=self, most_layers=self.most_layers, pins=self.pins)
+        return Parts(problem, self.cluster, without_remat=self, most_layers=self.most_layers, pins=self.pins)
 
     def ledger(self, shape: tuple[int, ...]) -> Ledger:
         """The costs of layers on a mesh of a replica's devices."""
@@ -188,7 +189,7 @@ class Parts:
     @property
     def is_priced(self) -> bool:
         """True if layers are priced on some mesh, here or on nodes of another kind."""
-        return bool(self.ledgers) or any(there.ledgers for there in self.elsewhere.values())
+        return bool(self.ledgers) or any(there.ledgers for there in self.on_other_nodes.values())
 
     def costs(self, shape: tuple[int, ...], num_replicas: int) -> LayerCosts:
         """The costs of layers on a mesh of a replica's devices, with a number of replicas."""
@@ -200,7 +201,9 @@ class Parts:
     def solution(self, shape: tuple[int, ...]) -> IntraOp:
         """The strategies of a replica's devices on a mesh."""
         if shape not in self.solutions:
-            self.solutions[shape] = solved(self.step_problem, self.cluster, shape, self.is_lean, self.pins)
+            self.solutions[shape] = solved(
+                self.step_problem, self.cluster, shape, self.splits_parameters, self.pins
+            )
         return self.solutions[shape]
 
     def least_s(self, cluster: Cluster) -> float:
@@ -209,14 +212,14 @@ class Parts:
         device_s = min(ledger.microbatch_s * prod(shape) for shape, ledger in ledgers)
         return self.count * device_s / cluster.num_devices
 
-    def choices(self, shape: tuple[int, ...]) -> "tuple[Again, ...]":
+    def choices(self, shape: tuple[int, ...]) -> "tuple[RematChoice, ...]":
         """Choices of recomputation: ops that are faster recomputed, ops that save most bytes for their time, and all ops
         that save any."""
-        if shape not in self.again:
-            self.again[shape] = self._choices(shape)
-        return self.again[shape]
+        if shape not in self.remat_choices:
+            self.remat_choices[shape] = self._choices(shape)
+        return self.remat_choices[shape]
 
-    def _choices(self, shape: tuple[int, ...]) -> "tuple[Again, ...]":
+    def _choices(self, shape: tuple[int, ...]) -> "tuple[RematChoice, ...]":
         intra_op = self.solution(shape)
         fusion = self.step_problem.live_ranges.fusion
         parts = residuals(intra_op.on_mesh.memory.costed, fusion, intra_op.labels)
@@ -226,16 +229,16 @@ class Parts:
         loop_s = self.count * self.ledger(shape).microbatch_s
         plain_s = sum(part.seconds(frozenset()) for part in parts)
         before = self.step_problem.rewritten.before
-        again = {
-            sites: Again(sites, 1 + (c.seconds - plain_s) / loop_s)
+        remat_choices = {
+            sites: RematChoice(sites, 1 + (c.seconds - plain_s) / loop_s)
             for c in (none, some, most)
             for sites in (before(c.sites),)
         }
-        return tuple(one for sites, one in again.items() if sites)
+        return tuple(one for sites, one in remat_choices.items() if sites)
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RematChoice:
     """A choice of recomputation.
 
     Attributes:

@@ -11,8 +11,8 @@ work all the time, each at the rate of a replica's best mesh.
 The work of a step is known from one program for it. Without one, the search begins with one example at a time, and takes
 the work from there.
 
-If nothing fits, or if the cap makes pipelines slower, the step is also searched with lean stages, whose devices hold a part
-of each parameter that tasks read, and with stages that may recompute.
+If nothing fits, or if the cap makes pipelines slower, the step is also searched with stages whose devices hold a part of
+each parameter that tasks read, and with stages that may recompute.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ from autoshard.search.pipeline.drafts import (
     VIRTUAL_STAGES,
     Draft,
     Drafting,
-    Wanted,
+    DraftOptions,
     num_workers,
     stands,
 )
@@ -54,11 +54,11 @@ from autoshard.search.pipeline.step_work import StepWork
 MAX_MICROBATCHES = 1024
 """Source: a choice of ours; schedules have tasks for each of them on each stage."""
 
-CRAMPED = 0.02
+MEMORY_BOUND_SLOWDOWN = 0.02
 """Least relative slowdown by the cap at which stages that recompute are tried. Source: a choice of ours; they take back
 about half of it."""
 
-ROOMY = 0.5
+UNCONSTRAINED_SHARE = 0.5
 """Largest share of the cap that a pipeline may hold to count as not slowed down by it. Source: a choice of ours."""
 
 
@@ -91,9 +91,9 @@ class PipelineOptions:
     offload: tuple[str, ...] | str | None = None
 
     @property
-    def wanted(self) -> Wanted:
+    def draft_options(self) -> DraftOptions:
         """The options of a proposal."""
-        return Wanted(self.memory_bytes, self.stages, self.schedule, self.memory_share)
+        return DraftOptions(self.memory_bytes, self.stages, self.schedule, self.memory_share)
 
     @property
     def most_layers(self) -> int:
@@ -111,18 +111,18 @@ class Kind(NamedTuple):
       bound_s: lower bound on the seconds of a step.
       num_replicas: number of replicas of each stage.
       shapes: the possible meshes of a replica's devices.
-      wanted: the options of a proposal.
+      options: the options of a proposal.
     """
 
     bound_s: float
     num_replicas: int
     shapes: Shapes
-    wanted: Wanted
+    options: DraftOptions
 
     @staticmethod
     def rank(one: "Kind") -> tuple[float, int, Shapes, bool]:
         """Sorts kinds by their bound; of equal ones, a stage on each worker comes first."""
-        return one.bound_s, one.num_replicas, one.shapes, one.wanted.shares_workers
+        return one.bound_s, one.num_replicas, one.shapes, one.options.shares_workers
 
 
 class PipelineSearch:
@@ -132,7 +132,7 @@ class PipelineSearch:
       best: the best pipeline so far.
       nearest: of the cuts that seemed to fit and do not, the one that exceeds the cap by least.
       uncut: problems of which no cut fits.
-      passed_over_s: least bound of the pipelines that were not drafted.
+      skipped_s: least bound of the pipelines that were not drafted.
       refused: the reasons against some numbers of microbatches.
       prepared: the step as far as it is made ready, which all searches for it share.
     """
@@ -154,7 +154,7 @@ class PipelineSearch:
         self.cutoff_s = inf
         self.nearest = NoCut(())
         self.uncut: list[InterOpProblem] = []
-        self.passed_over_s = inf
+        self.skipped_s = inf
         self.refused: list[InputError] = []
 
     def run(self, cutoff_s: float = inf) -> Proposal:
@@ -167,7 +167,7 @@ class PipelineSearch:
         """
         if self.options.schedule is not None:
             check_name(self.options.schedule)
-        if self.options.wanted.shares_workers and len(self.cluster.groups) > 1:
+        if self.options.draft_options.shares_workers and len(self.cluster.groups) > 1:
             raise self._unlike()
         if not self._may_hold(1):
             raise self._too_large()
@@ -178,7 +178,7 @@ class PipelineSearch:
         while left and not self._is_late:
             worth = [count for count in left if self._is_worth(self._least_s(count))]
             if not worth:
-                self.passed_over_s = min(self.passed_over_s, *map(self._least_s, left))
+                self.skipped_s = min(self.skipped_s, *map(self._least_s, left))
                 break
             count = min(worth, key=self._promise_s)
             left.remove(count)
@@ -254,10 +254,11 @@ class PipelineSearch:
         parts = self._parts(count)
         self._check_layers(parts)
         self._take_work_from(parts)
-        left = self._wanting([parts], sorted(self._worth_a_look(parts), key=Kind.rank), 1.0, cutoff_s)
+        left = self._improvable([parts], sorted(self._worth_a_look(parts), key=Kind.rank), 1.0, cutoff_s)
         if left and not self._is_late and max(prod(shape) for one in left for shape in one.shapes) > 1:
-            self._wanting([parts.lean], left, 1.0, cutoff_s)
-            parts = parts.lean if self.best is None or self.best.parts.is_lean else parts
+            split = parts.with_split_parameters
+            self._improvable([split], left, 1.0, cutoff_s)
+            parts = split if self.best is None or self.best.parts.splits_parameters else parts
         self._recomputing(parts, left, cutoff_s)
 
     def _take_work_from(self, parts: Parts) -> None:
@@ -277,19 +278,19 @@ class PipelineSearch:
                 self._refuse(name, parts.count // num_replicas)
                 continue
             if self._is_late and parts.is_priced and not self._is_priced(parts, num_replicas, shape):
-                self.passed_over_s = min(self.passed_over_s, least_s)
+                self.skipped_s = min(self.skipped_s, least_s)
                 continue
             self._price(parts, num_replicas, shape)
             if FAMILIES[name].shares_workers:
-                wanted = self._sharing(name, num_replicas * prod(shape))
-                if wanted is not None:
-                    yield self._kind(parts, num_replicas, (shape,), wanted)
+                options = self._sharing(name, num_replicas * prod(shape))
+                if options is not None:
+                    yield self._kind(parts, num_replicas, (shape,), options)
             else:
                 apart.setdefault(num_replicas, {}).setdefault(shape, set()).add(name)
         for num_replicas, names in apart.items():
             among = tuple(name for name in APART if any(name in some for some in names.values()))
             shapes = tuple(sorted(names))
-            yield self._kind(parts, num_replicas, shapes, replace(self.options.wanted, among=among))
+            yield self._kind(parts, num_replicas, shapes, replace(self.options.draft_options, among=among))
 
     def _price(self, parts: Parts, num_replicas: int, shape: tuple[int, ...]) -> None:
         """Prices layers on a mesh of a replica's devices, on each kind of node where such stages may stand."""
@@ -302,7 +303,7 @@ class PipelineSearch:
 
     def _where(self, parts: Parts, num_replicas: int, shape: tuple[int, ...]) -> Iterator[Parts]:
         """The parts on each kind of node where stages of a mesh may stand."""
-        size, may_stand = num_replicas * prod(shape), self.options.wanted.may_stand
+        size, may_stand = num_replicas * prod(shape), self.options.draft_options.may_stand
         return (parts.on(group) for group in self.cluster.groups if may_stand(size, group))
 
     def _refuse(self, name: str, num_microbatches: int) -> None:
@@ -314,16 +315,16 @@ class PipelineSearch:
         except InputError as e:
             self.refused.append(e)
 
-    def _sharing(self, name: str, size: int) -> Wanted | None:
+    def _sharing(self, name: str, size: int) -> DraftOptions | None:
         """The options of a pipeline whose stages share workers of a size; None if no number of stages does."""
-        wanted, total = self.options.wanted, self.cluster.num_devices
+        options, total = self.options.draft_options, self.cluster.num_devices
         per_worker = FAMILIES[name].stages_per_worker or VIRTUAL_STAGES
-        stages = wanted.stages or total // size * per_worker
-        is_dealt = num_workers(name, stages) * size == total and len(self.cluster.groups) == 1
-        return replace(wanted, schedule=name, stages=stages) if is_dealt else None
+        stages = options.stages or total // size * per_worker
+        divides = num_workers(name, stages) * size == total and len(self.cluster.groups) == 1
+        return replace(options, schedule=name, stages=stages) if divides else None
 
-    def _kind(self, parts: Parts, num_replicas: int, shapes: Shapes, wanted: Wanted) -> Kind:
-        return Kind(self._bound_s(parts, num_replicas, shapes), num_replicas, shapes, wanted)
+    def _kind(self, parts: Parts, num_replicas: int, shapes: Shapes, options: DraftOptions) -> Kind:
+        return Kind(self._bound_s(parts, num_replicas, shapes), num_replicas, shapes, options)
 
     def _recomputing(self, parts: Parts, left: Sequence[Kind], cutoff_s: float) -> None:
         """Looks for better pipelines that recompute."""
@@ -332,11 +333,11 @@ class PipelineSearch:
         for choice in parts.choices(max(shapes[-1] for _, shapes in self._all_meshes)):
             times = min(choice.times, 1.0)
             if left and not self._is_late and left[0].bound_s * times < min(self._best_s, cutoff_s):
-                again = parts.recomputing(choice.sites)
-                if self.options.wanted.shares_workers or not again.has_layers_of(parts):
-                    left = self._wanting([again], left, choice.times, cutoff_s)
+                recomputing = parts.recomputing(choice.sites)
+                if self.options.draft_options.shares_workers or not recomputing.has_layers_of(parts):
+                    left = self._improvable([recomputing], left, choice.times, cutoff_s)
                 else:
-                    left = self._wanting([parts, again], left, times, cutoff_s)
+                    left = self._improvable([parts, recomputing], left, times, cutoff_s)
 
     def _parts(self, count: int) -> Parts:
         first, options = self.cluster.groups[0], self.options
@@ -344,7 +345,7 @@ class PipelineSearch:
             count, self.step, self.marks, first, options.most_layers, options.pins, options.hosted
         )
 
-    def _wanting(
+    def _improvable(
         self,
         among: Sequence[Parts],
         left: Sequence[Kind],
@@ -365,9 +366,9 @@ class PipelineSearch:
         looked_at = list[tuple[Kind, Drafting, Draft | None]]()
         for kind, cluster in product(left, self.cluster.orders):
             if kind.bound_s * times >= min(self._best_s, cutoff_s):
-                self.passed_over_s = min(self.passed_over_s, kind.bound_s * times)
+                self.skipped_s = min(self.skipped_s, kind.bound_s * times)
                 break
-            drafting = Drafting(tuple(among), kind.num_replicas, kind.shapes, kind.wanted, cluster)
+            drafting = Drafting(tuple(among), kind.num_replicas, kind.shapes, kind.options, cluster)
             self.progress(str(drafting))
             try:
                 looked_at.append((kind, drafting, drafting.draft()))
@@ -380,11 +381,11 @@ class PipelineSearch:
             if not self._takes(draft)
         ]
         self.uncut += [drafting.problem for _, drafting, draft in looked_at if draft is None]
-        wanting = dict[Kind, float]()
+        improvable = dict[Kind, float]()
         for kind, drafting, draft in looked_at:
             least_s = self._saving_s(drafting, None if drafting in misfits else draft)
-            wanting[kind] = min(max(kind.bound_s, least_s), wanting.get(kind, inf))
-        found = [kind._replace(bound_s=least_s) for kind, least_s in wanting.items() if least_s < inf]
+            improvable[kind] = min(max(kind.bound_s, least_s), improvable.get(kind, inf))
+        found = [kind._replace(bound_s=least_s) for kind, least_s in improvable.items() if least_s < inf]
         return sorted(found, key=Kind.rank)
 
     def _takes(self, draft: Draft) -> bool:
@@ -400,7 +401,7 @@ class PipelineSearch:
         return True
 
     def _saving_s(self, drafting: Drafting, fitting: Draft | None) -> float:
-        """Least seconds of a pipeline that is lean or recomputes more; infinite if that is not worth a look.
+        """Least seconds of a pipeline that splits parameters or recomputes more; infinite if that is not worth a look.
 
         It is where none fits, or what recomputes nothing would be faster without a cap. That is what it takes at least,
         unless loops are faster that stack up less.
@@ -408,22 +409,23 @@ class PipelineSearch:
         if drafting.recomputes and fitting:
             return inf
         may_recompute = self.options.remat != "never"
-        if may_recompute and (drafting.recomputes or has_loops(drafting.plain.step_problem.step)):
+        if may_recompute and (drafting.recomputes or has_loops(drafting.base.step_problem.step)):
             return 0.0
-        if fitting and fitting.fullness < ROOMY:
+        if fitting and fitting.fullness < UNCONSTRAINED_SHARE:
             return inf
-        free = drafting.without_cap.draft()
-        if free is None or free.least_s >= self._best_s:
+        uncapped = drafting.without_cap.draft()
+        if uncapped is None or uncapped.least_s >= self._best_s:
             return inf
-        is_cramped = fitting is None or free.promised_s < (1 - CRAMPED) * fitting.promised_s
-        return (1 - GAP) * free.promised_s if is_cramped else inf
+        if fitting and uncapped.promised_s >= (1 - MEMORY_BOUND_SLOWDOWN) * fitting.promised_s:
+            return inf
+        return (1 - GAP) * uncapped.promised_s
 
     def _bound_s(self, parts: Parts, num_replicas: int, shapes: Shapes) -> float:
         """Lower bound on the seconds of a step with a number of replicas."""
         microbatches_per_s = 0.0
         for group in self.cluster.groups:
             sizes = {s: num_replicas * prod(s) for s in shapes}
-            here = [s for s, size in sizes.items() if self.options.wanted.may_stand(size, group)]
+            here = [s for s, size in sizes.items() if self.options.draft_options.may_stand(size, group)]
             device_s = min(parts.on(group).ledger(s).microbatch_s * sizes[s] for s in here)
             microbatches_per_s += group.num_devices / device_s
         return parts.count // num_replicas / microbatches_per_s
@@ -475,7 +477,8 @@ class PipelineSearch:
 
     def _stand_everywhere(self, num_replicas: int, shapes: Shapes) -> bool:
         """True if nodes of each kind can hold stages of some of these meshes."""
-        may_stand, sizes = self.options.wanted.may_stand, [num_replicas * prod(shape) for shape in shapes]
+        sizes = [num_replicas * prod(shape) for shape in shapes]
+        may_stand = self.options.draft_options.may_stand
         return all(any(may_stand(size, group) for size in sizes) for group in self.cluster.groups)
 
     def _may_hold(self, num_replicas: int) -> bool:
@@ -505,10 +508,10 @@ class PipelineSearch:
           InputError: there is no such number.
         """
         total, stages = self.cluster.num_devices, self.options.stages
-        if self.options.wanted.shares_workers and stages is not None:
+        if self.options.draft_options.shares_workers and stages is not None:
             size, rest = divmod(total, num_workers(self.options.schedule or "", stages))
             if rest or not size:
-                raise self._undealt()
+                raise self._unequal()
             return (size,)
         groups = self.cluster.groups
         may = [n for n in range(1, total + 1) if any(stands(n, group) for group in groups)]
@@ -517,7 +520,7 @@ class PipelineSearch:
         reached = [_sums(may, n, total) for n in range(stages + 1)]
         sizes = tuple(n for n in may if total - n in reached[stages - 1])
         if not sizes:
-            raise self._undealt()
+            raise self._unequal()
         return sizes
 
     def _counts(self) -> list[int]:
@@ -535,8 +538,8 @@ class PipelineSearch:
         size = prod(options.mesh or ())
         stages = options.stages or total // size
         workers = num_workers(options.schedule or "", stages)
-        is_dealt = size in self._sizes and workers * size == total
-        if not (is_dealt and self._stand_everywhere(1, ((size,),))):
+        divides = size in self._sizes and workers * size == total
+        if not (divides and self._stand_everywhere(1, ((size,),))):
             raise InputError(
                 f"{workers} stages of mesh {options.mesh} take {workers * size} devices, and {self.cluster.name} has {total}"
                 f" in {self._nodes}: each takes 1, 2, 4, ... devices of a node, or whole nodes, all of one kind. Ask for "
@@ -555,11 +558,11 @@ class PipelineSearch:
             f"but {self.cluster.name} has several kinds: {self.cluster}. Ask for another schedule"
         )
 
-    def _undealt(self) -> InputError:
+    def _unequal(self) -> InputError:
         return InputError(
             f"{self.cluster.num_devices} devices in {self._nodes} cannot be split into "
             f"{self.options.stages} stages{self._scheduled}: each takes 1, 2, 4, ... devices of a node, or whole nodes"
-            + (", and all as many" if self.options.wanted.shares_workers else "")
+            + (", and all as many" if self.options.draft_options.shares_workers else "")
             + ". Ask for another number of stages, or use other devices"
         )
 
@@ -575,7 +578,7 @@ class PipelineSearch:
 
     def _infeasible(self, cutoff_s: float) -> Exception:
         """The error that says why there is no pipeline."""
-        if (least_s := min(self._best_s, self.passed_over_s)) < inf:
+        if (least_s := min(self._best_s, self.skipped_s)) < inf:
             return InfeasibleError(
                 f"pipelines of {self.step.name} take {format_seconds(least_s)} or more, and there is a plan of "
                 f"{format_seconds(cutoff_s)}"

@@ -114,13 +114,13 @@ class _Writing:
         step, epilogue_reads = self.step, self._epilogue_reads()
         order = [part for level in range(max(self.level.values()) + 1) for part in self._parts_at(level)]
         bodies = {part: self._body(*self._content(part)) for part in order}
-        wanted = {step.pieces[v][0] for v in epilogue_reads if v in step.pieces}
-        wanted |= {a for op in self.loops for a in op.operands}.union(
+        exported = {step.pieces[v][0] for v in epilogue_reads if v in step.pieces}
+        exported |= {a for op in self.loops for a in op.operands}.union(
             *(reads for _, reads in bodies.values())
         )
-        parts = tuple(self._written(part, bodies[part], wanted) for part in order)
-        wanted |= {*epilogue_reads, *step.terms, *self.examples.values()}
-        made = [v for op in step.prologue for v in op.outputs if v in wanted]
+        parts = tuple(self._written(part, bodies[part], exported) for part in order)
+        exported |= {*epilogue_reads, *step.terms, *self.examples.values()}
+        made = [v for op in step.prologue for v in op.outputs if v in exported]
         prologue = self._graph(step.prologue, step.step.graph.inputs, made)
         epilogue = self._graph(step.epilogue, epilogue_reads, step.step.graph.outputs)
         arguments = zip(self.traced.graph.inputs, self.traced.arguments, strict=True)
@@ -146,7 +146,7 @@ class _Writing:
     def _levels(self) -> dict[Op, int]:
         step, of_value, level = self.step, dict[int, int](), dict[Op, int]()
         for op in step.body:
-            if op not in step.made_anew and op not in self.left_out:
+            if op not in step.duplicated and op not in self.left_out:
                 read = [of_value[v] for v in self._sources(op.operands) if v in of_value]
                 level[op] = max(read, default=0) + (op in self.loops)
                 of_value.update(dict.fromkeys(op.outputs, level[op]))
@@ -163,11 +163,11 @@ class _Writing:
     def _sources(self, values: Iterable[int]) -> set[int]:
         """The values, and those from which duplicated ops make them."""
         found = set(values)
-        makers = {self.step.maker[v] for v in found if self._is_made_anew(v)}
+        makers = {self.step.maker[v] for v in found if self._is_duplicated(v)}
         return found.union(*(self._sources(op.operands) for op in makers))
 
-    def _is_made_anew(self, v: int) -> bool:
-        return v not in self.examples and self.step.maker.get(v) in self.step.made_anew
+    def _is_duplicated(self, v: int) -> bool:
+        return v not in self.examples and self.step.maker.get(v) in self.step.duplicated
 
     def _parts_at(self, level: int) -> list[Op | int]:
         """The loops of a level, then its segment."""
@@ -177,14 +177,14 @@ class _Writing:
         """The ops of a part, and the duplicated values that it makes. A loop makes those that all layers of a
         microbatch share; the segment before a loop makes those that the loop slices."""
         if isinstance(part, Op):
-            return [], self._made_anew(part.inputs[: sum(part.loop_counts)])
+            return [], self._duplicated(part.inputs[: sum(part.loop_counts)])
         ops = [op for op, level in self.level.items() if level == part and op not in self.loops]
         behind = [op for op in self.loops if self.level[op] == part + 1]
-        return ops, [v for op in behind for v in self._made_anew(op.inputs[sum(op.loop_counts) :])]
+        return ops, [v for op in behind for v in self._duplicated(op.inputs[sum(op.loop_counts) :])]
 
-    def _made_anew(self, atoms: Iterable[Atom]) -> list[int]:
+    def _duplicated(self, atoms: Iterable[Atom]) -> list[int]:
         values = dict.fromkeys(v for v in atoms if isinstance(v, int))
-        return [v for v in values if self._is_made_anew(v)]
+        return [v for v in values if self._is_duplicated(v)]
 
     def _epilogue_reads(self) -> tuple[int, ...]:
         """The values of other parts that the epilogue reads or the step returns."""
@@ -204,7 +204,7 @@ class _Writing:
         def read(v: int) -> None:
             if v in there:
                 return
-            if self._is_made_anew(v):
+            if self._is_duplicated(v):
                 append(self.step.maker[v])
             else:
                 entering[v] = None
@@ -223,12 +223,12 @@ class _Writing:
         return ordered, tuple(entering)
 
     def _written(
-        self, part: Op | int, body: tuple[list[Op], tuple[int, ...]], wanted: set[int]
+        self, part: Op | int, body: tuple[list[Op], tuple[int, ...]], exported: set[int]
     ) -> Segment | LayerLoop:
         (all_ops, reads), (ops, anew) = body, self._content(part)
         made = part.outputs if isinstance(part, Op) else tuple(v for op in ops for v in op.outputs)
         sums = {v: self.sum_of[v] for v in made if v in self.sum_of}
-        used = frozenset(wanted.intersection(made))
+        used = frozenset(exported.intersection(made))
         if isinstance(part, Op):
             return LayerLoop(part, self._graph(all_ops, reads, anew), reads, tuple(anew), used, sums)
         makes = (*(v for v in made if v in used or v in sums), *anew)
@@ -247,12 +247,12 @@ def _examples(step: PipelineStep) -> dict[int, int]:
     found: dict[int, int] = {}
     for op in step.body:
         taken = step.maker.get(op.operands[0]) if op.name in ("squeeze", "reshape") and op.operands else None
-        if taken is None or taken.name != "dynamic_slice" or not isinstance(dealt := taken.inputs[0], int):
+        if taken is None or taken.name != "dynamic_slice" or not isinstance(array := taken.inputs[0], int):
             continue
         (v,) = op.outputs
         whole = (step.num_microbatches, *step.values[v].shape)
-        if not step.is_of_microbatch(dealt) and step.values[dealt].shape == whole and dealt in step.maker:
-            found[v] = dealt
+        if not step.is_of_microbatch(array) and step.values[array].shape == whole and array in step.maker:
+            found[v] = array
     return found
 
 

@@ -109,7 +109,7 @@ class SpmdCosts:
     def once_s(self) -> float:
         """Seconds of all that runs once in a step."""
         kernels = (self._once_s(kernel) for part in self._once for kernel, _ in self.kernels.kernels(part))
-        return sum(kernels) + sum(message.total_s for message in (*self._once_said(), *self._entering()))
+        return sum(kernels) + sum(message.total_s for message in (*self._once_messages(), *self._entering()))
 
     def _kernel_s(self, part: Part) -> float:
         """Seconds of a part's kernels for all parts of the batch; for a loop, in one stage."""
@@ -145,7 +145,7 @@ class SpmdCosts:
         """All collectives of a step, by kind and axes."""
         names = (*AXES, *self.sharding.axis_names)
         total: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
-        for m in self._said():
+        for m in self._messages():
             key = m.kind, tuple(names[a] for a in m.axes)
             before = total.get(key, (0.0, 0.0, 0.0))
             total[key] = before[0] + m.count, before[1] + m.count * m.num_bytes, before[2] + m.total_s
@@ -154,13 +154,13 @@ class SpmdCosts:
             for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
         )
 
-    def _said(self) -> Iterator[Message]:
+    def _messages(self) -> Iterator[Message]:
         yield from self._inside()
         yield from self._entering()
         for loop in self.loops:
             yield from self._sent(loop)
         yield from self._into_and_out_of_loops()
-        yield from self._once_said()
+        yield from self._once_messages()
 
     def _inside(self) -> Iterator[Message]:
         """Collectives between a replica's devices: for a loop in each tick, for a segment for each of the stage's
@@ -218,7 +218,7 @@ class SpmdCosts:
             for v in entering if self.is_shared_out else ():
                 yield from self._across_stages("all-gather", v, self.num_own)
             carried = part.op.outputs[: part.op.loop_counts[1]]
-            leaving = [v for v in carried if v in part.wanted or v in part.sums]
+            leaving = [v for v in carried if v in part.exported or v in part.sums]
             made |= {*leaving}
             for v in leaving:
                 kind = "reduce-scatter" if self.is_shared_out else "all-reduce"
@@ -235,7 +235,7 @@ class SpmdCosts:
         yield from self._message("all-gather", split, num_given * whole)
         yield from self._message(kind, (STAGE_AXIS,), self.num_microbatches * whole)
 
-    def _once_said(self) -> Iterator[Message]:
+    def _once_messages(self) -> Iterator[Message]:
         """Reductions over replicas, and for sums that are no stacks of layers over stages, too; the exchange of
         examples between replicas; under `circular`, the exchange of layers between stages."""
         everyone = (STAGE_AXIS, REPLICA_AXIS) if self.is_shared_out else (REPLICA_AXIS,)

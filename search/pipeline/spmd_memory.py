@@ -92,19 +92,19 @@ class SpmdMemory:
     def _prepared(self) -> Iterator[tuple[int, float]]:
         """Results of the prologue, and copies of values that loops read in another spec or order, with their bytes."""
         costs, program = self.costs, self.costs.program
-        dealt = {*program.examples.values()}
+        examples = {*program.examples.values()}
         made = {*program.prologue.made} - {*program.prologue.inputs}
         totals = {total for part in program.parts for total in part.sums.values()}
         by_value = {whole: v for v, whole in program.examples.items()}
         for v in sorted(made - totals):
-            if v in dealt:
+            if v in examples:
                 yield (
                     by_value[v],
                     program.values[v].num_bytes / mesh_shape(program, costs.sharding)[REPLICA_AXIS],
                 )
             else:
                 yield v, self._of_stage(v) if v in program.layered else costs.bytes_of(v)
-        copied = {v for v in costs.sharding.entering if v not in dealt}
+        copied = {v for v in costs.sharding.entering if v not in examples}
         copied |= {*costs.read_layers} if program.stages_per_worker > 1 else set[int]()
         for v in sorted(copied):
             yield v, costs.entry_bytes_of(v) / (program.num_workers if v in program.layered else 1)
@@ -113,10 +113,10 @@ class SpmdMemory:
         """The values that a part leaves for later parts, with their bytes."""
         num_own = self.costs.num_own
         if isinstance(part, Segment):
-            yield from ((v, num_own * self.costs.bytes_of(v)) for v in part.makes if v in part.wanted)
+            yield from ((v, num_own * self.costs.bytes_of(v)) for v in part.makes if v in part.exported)
         elif isinstance(part, LayerLoop):
             carried = part.op.outputs[: part.op.loop_counts[1]]
-            yield from ((v, num_own * self.costs.bytes_of(v)) for v in carried if v in part.wanted)
+            yield from ((v, num_own * self.costs.bytes_of(v)) for v in carried if v in part.exported)
             slots = self.costs.program.stages_per_worker * self.costs.num_microbatches + 1
             yield from ((v, slots * self._of_pass(v)) for v in self._stacks(part))
 
@@ -170,4 +170,4 @@ class SpmdMemory:
 
     def _stacks(self, loop: LayerLoop) -> Iterable[int]:
         """The stacks of a loop that other parts read."""
-        return [v for v in loop.op.outputs[loop.op.loop_counts[1] :] if v in loop.wanted]
+        return [v for v in loop.op.outputs[loop.op.loop_counts[1] :] if v in loop.exported]

@@ -19,7 +19,7 @@ from autoshard.search.pipeline.intra_op import decided, replica_choices
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import Parts
 from autoshard.search.pipeline.search import PipelineOptions
-from autoshard.search.pipeline.spmd_search import Dealt, SpmdParts, SpmdProposal, SpmdSearch
+from autoshard.search.pipeline.spmd_search import SpmdCandidate, SpmdParts, SpmdProposal, SpmdSearch
 from autoshard.search.plan.decisions import apart
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.executors import SPMD
@@ -91,10 +91,12 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> SpmdPipeline:
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
     """
-    dealt, parts = _read(step, plan, place)
+    candidate, parts = _read(step, plan, place)
     try:
-        parts.solutions[dealt.shape] = decided(parts.step_problem, parts.cluster, plan.shardings[0], place)
-        found = SpmdParts(step, parts).proposal(dealt)
+        parts.solutions[candidate.shape] = decided(
+            parts.step_problem, parts.cluster, plan.shardings[0], place
+        )
+        found = SpmdParts(step, parts).proposal(candidate)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
     again = _pipeline(step, found, plan.memory_bytes)
@@ -111,7 +113,7 @@ def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple
     return replica_choices(parts.step_problem, parts.cluster, plan.shardings[0], name, place)
 
 
-def _read(step: Step, plan: Plan, place: str) -> tuple[Dealt, Parts]:
+def _read(step: Step, plan: Plan, place: str) -> tuple[SpmdCandidate, Parts]:
     """The candidate that a plan describes, and the step in parts.
 
     Raises:
@@ -123,21 +125,23 @@ def _read(step: Step, plan: Plan, place: str) -> tuple[Dealt, Parts]:
     if {(stage.replicas, stage.sharding) for stage in plan.stages} != {(replicas, 0)}:
         raise PlanError(f"{place}: wanted equal stages of one program, got {[*plan.stages]}")
     shape = tuple(sharding.mesh.values())
-    dealt = Dealt(plan.schedule, len(plan.stages), plan.workers, replicas, shape, plan.microbatches)
+    candidate = SpmdCandidate(
+        plan.schedule, len(plan.stages), plan.workers, replicas, shape, plan.microbatches
+    )
     try:
-        dealt.check(step, cluster)
+        candidate.check(step, cluster)
         sites = frozenset()
         if plan.retention:
-            codec = RetentionCodec(fold(flatten(looped(step, dealt.count)), ()))
+            codec = RetentionCodec(fold(flatten(looped(step, candidate.count)), ()))
             sites, _ = codec.read(plan.retention, place)
         marks, decided = [""] * len(step.arguments), apart(step, sharding)
-        return dealt, Parts.of(step, marks, cluster, dealt.count, sites, decided=decided)
+        return candidate, Parts.of(step, marks, cluster, candidate.count, sites, decided=decided)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
 
 
 def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipeline:
-    problem, dealt, intra_op = found.parts.step_problem, found.dealt, found.intra_op
+    problem, candidate, intra_op = found.parts.step_problem, found.candidate, found.intra_op
     plan = Plan(
         step=step.name,
         fingerprint=fingerprint(step),
@@ -145,11 +149,11 @@ def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipelin
         cluster=found.parts.cluster.to_json(),
         memory_bytes=memory_bytes,
         executor=SPMD,
-        schedule=dealt.schedule,
-        workers=dealt.workers,
-        microbatches=dealt.microbatches,
-        stages=(Stage(replicas=dealt.num_replicas),) * dealt.stages,
-        retention=RetentionCodec(problem.traced_program).said(problem.sites) if problem.sites else {},
+        schedule=candidate.schedule,
+        workers=candidate.workers,
+        microbatches=candidate.microbatches,
+        stages=(Stage(replicas=candidate.num_replicas),) * candidate.stages,
+        retention=RetentionCodec(problem.traced_program).decisions(problem.sites) if problem.sites else {},
         shardings=(intra_op.on_mesh.codec.decisions(intra_op.labels).sharding,),
         estimates=_estimates(found, memory_bytes),
         outline=outlined(step),
@@ -173,6 +177,6 @@ def _estimates(found: SpmdProposal, memory_bytes: int) -> Estimates:
         collectives=costs.collectives,
         bubble=found.bubble,
         between_s=costs.between_s,
-        stages=(of_stage,) * found.dealt.stages,
+        stages=(of_stage,) * found.candidate.stages,
         shares=(measured_shares(intra_op.on_mesh.memory.costed, intra_op.labels),),
     )

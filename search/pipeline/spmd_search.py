@@ -38,7 +38,7 @@ STAGES_PER_WORKER = {"gpipe": 1, "circular": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class SpmdCandidate:
     """A point of the search space: the devices, the layers and the examples of a pipeline that runs as one program.
 
     Attributes:
@@ -94,7 +94,7 @@ class SpmdProposal:
 
     Attributes:
       parts: the step that it runs.
-      dealt: the candidate.
+      candidate: the candidate.
       intra_op: the strategies of a replica's devices.
       program: the program of all stages.
       sharding: the specs of its values.
@@ -102,7 +102,7 @@ class SpmdProposal:
     """
 
     parts: Parts
-    dealt: Dealt
+    candidate: SpmdCandidate
     intra_op: IntraOp
     program: SpmdStep
     sharding: SpmdSharding
@@ -111,10 +111,12 @@ class SpmdProposal:
     @cached_property
     def simulation(self) -> Simulation:
         """The simulation of its ticks."""
-        dealt = self.dealt
-        schedule = build_schedule(dealt.schedule, dealt.stages, dealt.microbatches, dealt.workers)
+        candidate = self.candidate
+        schedule = build_schedule(
+            candidate.schedule, candidate.stages, candidate.microbatches, candidate.workers
+        )
         cost = StageCost(self.costs.pass_s(is_backward=False), self.costs.pass_s(is_backward=True))
-        return simulate(schedule, [cost] * dealt.stages)
+        return simulate(schedule, [cost] * candidate.stages)
 
     @property
     def ticks_s(self) -> float:
@@ -131,7 +133,7 @@ class SpmdProposal:
     @property
     def bubble(self) -> float:
         """Share of the step in which a stage computes results that nobody reads."""
-        return self.ticks_s * (self.dealt.workers - 1) / self.costs.num_ticks / self.step_s
+        return self.ticks_s * (self.candidate.workers - 1) / self.costs.num_ticks / self.step_s
 
     def memory(self, limit_bytes: float) -> SpmdMemory:
         """The memory of a device, if the compiler's scheduler may use so many bytes."""
@@ -153,18 +155,18 @@ class SpmdParts:
         default_factory=dict[tuple[int, ...], SpmdSharding], init=False, repr=False
     )
 
-    def proposal(self, dealt: Dealt) -> SpmdProposal:
+    def proposal(self, candidate: SpmdCandidate) -> SpmdProposal:
         """Prices a candidate.
 
         Raises:
           InputError: there is no loop over so many equal layers.
         """
-        layer_loops(self._step, dealt.stages)
-        per_worker, intra_op = dealt.stages // dealt.workers, self.parts.solution(dealt.shape)
-        program = replace(self._program, num_workers=dealt.workers, stages_per_worker=per_worker)
-        sharding = replace(self._sharding(dealt.shape), num_replicas=dealt.num_replicas)
+        layer_loops(self._step, candidate.stages)
+        per_worker, intra_op = candidate.stages // candidate.workers, self.parts.solution(candidate.shape)
+        program = replace(self._program, num_workers=candidate.workers, stages_per_worker=per_worker)
+        sharding = replace(self._sharding(candidate.shape), num_replicas=candidate.num_replicas)
         costs = SpmdCosts(program, sharding, intra_op, self._step, self.parts.cluster)
-        return SpmdProposal(self.parts, dealt, intra_op, program, sharding, costs)
+        return SpmdProposal(self.parts, candidate, intra_op, program, sharding, costs)
 
     def _sharding(self, shape: tuple[int, ...]) -> SpmdSharding:
         if shape not in self._shardings:
@@ -191,7 +193,7 @@ class SpmdSearch:
     Attributes:
       best: the best pipeline so far.
       least_bytes: the least memory of a pipeline that exceeds the cap.
-      passed_over_s: lower bound on the pipelines that were not tried.
+      skipped_s: lower bound on the pipelines that were not tried.
       prepared: values that searches for one step share.
     """
 
@@ -206,7 +208,7 @@ class SpmdSearch:
         self.step, self.cluster, self.options, self.progress = step, cluster, options, progress
         self.prepared = prepared or Prepared.within()
         self.best: SpmdProposal | None = None
-        self.least_bytes = self.passed_over_s = inf
+        self.least_bytes = self.skipped_s = inf
 
     def run(self, cutoff_s: float = inf) -> SpmdProposal:
         """The fastest pipeline that fits.
@@ -216,19 +218,21 @@ class SpmdSearch:
           NotSplittableError: the step has no microbatches; the message says why.
           InfeasibleError: nothing fits, or takes less than the cutoff.
         """
-        by_count: dict[int, list[Dealt]] = {}
-        for dealt in (one for one in self._all() if self._may_hold(one.num_replicas)):
-            by_count.setdefault(dealt.count, []).append(dealt)
+        by_count: dict[int, list[SpmdCandidate]] = {}
+        for one in self._all():
+            if self._may_hold(one.num_replicas):
+                by_count.setdefault(one.count, []).append(one)
         left = sorted(by_count, reverse=True)
         while left and not self.prepared.deadline.is_over:
             least_s = {count: min(map(self._least_s, by_count[count])) for count in left}
             count = min(left, key=least_s.__getitem__)
             if (target_s := min(self._best_s, cutoff_s)) <= least_s[count]:
-                self.passed_over_s = least_s[count]
+                self.skipped_s = least_s[count]
                 break
             left.remove(count)
-            before_s, ways = self._best_s, [one for one in by_count[count] if self._least_s(one) < target_s]
-            self._in_parts(count, ways, cutoff_s)
+            before_s = self._best_s
+            candidates = [one for one in by_count[count] if self._least_s(one) < target_s]
+            self._in_parts(count, candidates, cutoff_s)
             if self.prepared.bounds is None and self._best_s == before_s < inf:
                 break
         if self.best is None:
@@ -255,31 +259,35 @@ class SpmdSearch:
         each = ((one.count, prod(one.shape)) for one in self._all() if self._may_hold(one.num_replicas))
         return 0.0 if bounds is None else min((bounds.work_s(*one) for one in each), default=inf)
 
-    def _least_s(self, dealt: Dealt) -> float:
+    def _least_s(self, candidate: SpmdCandidate) -> float:
         """Lower bound on the seconds of a step."""
         if self.prepared.bounds is None:
             return 0.0
         family = Pipelines(
-            dealt.schedule, dealt.microbatches, dealt.num_replicas, dealt.shape, is_one_program=True
+            candidate.schedule,
+            candidate.microbatches,
+            candidate.num_replicas,
+            candidate.shape,
+            is_one_program=True,
         )
-        return self.prepared.bounds.least_s(family, dealt.stages)
+        return self.prepared.bounds.least_s(family, candidate.stages)
 
-    def _in_parts(self, count: int, ways: Sequence[Dealt], cutoff_s: float) -> None:
+    def _in_parts(self, count: int, candidates: Sequence[SpmdCandidate], cutoff_s: float) -> None:
         self.progress(f"the step in {count} parts, as one program")
         marks, most_layers = [""] * len(self.step.arguments), self.options.most_layers
         parts = self.prepared.in_parts(count, self.step, marks, self.cluster, most_layers)
-        if self._has_fit(parts, ways, cutoff_s) or self.options.remat == "never":
+        if self._has_fit(parts, candidates, cutoff_s) or self.options.remat == "never":
             return
-        for choice in parts.choices(max(way.shape for way in ways)):
-            if self._has_fit(parts.recomputing(choice.sites), ways, cutoff_s):
+        for choice in parts.choices(max(one.shape for one in candidates)):
+            if self._has_fit(parts.recomputing(choice.sites), candidates, cutoff_s):
                 return
 
-    def _has_fit(self, parts: Parts, ways: Sequence[Dealt], cutoff_s: float) -> bool:
+    def _has_fit(self, parts: Parts, candidates: Sequence[SpmdCandidate], cutoff_s: float) -> bool:
         """Takes a better pipeline, if there is one; true if recomputation cannot improve on the best one."""
         in_one, found, refused = SpmdParts(self.step, parts), list[SpmdProposal](), list[InputError]()
-        for dealt in ways:
+        for candidate in candidates:
             try:
-                found.append(in_one.proposal(dealt))
+                found.append(in_one.proposal(candidate))
             except InputError as e:
                 refused.append(e)
         if not found:
@@ -301,25 +309,25 @@ class SpmdSearch:
 
     # --- what to try
 
-    def _all(self) -> list[Dealt]:
+    def _all(self) -> list[SpmdCandidate]:
         """All candidates that match the options.
 
         Raises:
           InputError: there are none.
         """
         check_has_loops(self.step)
-        found, refused = list[Dealt](), list[InputError]()
-        for dealt in self._asked():
+        found, refused = list[SpmdCandidate](), list[InputError]()
+        for candidate in self._asked():
             try:
-                dealt.check(self.step, self.cluster)
-                found.append(dealt)
+                candidate.check(self.step, self.cluster)
+                found.append(candidate)
             except InputError as e:
                 refused.append(e)
         if not found:
-            raise refused[0] if refused else self._undealt()
+            raise refused[0] if refused else self._indivisible()
         return found
 
-    def _asked(self) -> Iterator[Dealt]:
+    def _asked(self) -> Iterator[SpmdCandidate]:
         options = self.options
         names = (options.schedule,) if options.schedule else tuple(STAGES_PER_WORKER)
         for name in names:
@@ -328,7 +336,7 @@ class SpmdSearch:
                 workers = self._num_workers(num_replicas * prod(shape), per_worker)
                 stages = options.stages or workers * per_worker
                 for microbatches in self._microbatches(num_replicas) if workers else ():
-                    yield Dealt(name, stages, workers, num_replicas, shape, microbatches)
+                    yield SpmdCandidate(name, stages, workers, num_replicas, shape, microbatches)
 
     def _num_workers(self, size: int, per_worker: int) -> int:
         """Number of groups of `size` devices each; 0 if there are none, or if they cannot have the number of stages
@@ -368,7 +376,7 @@ class SpmdSearch:
 
     # --- what to say
 
-    def _undealt(self) -> InputError:
+    def _indivisible(self) -> InputError:
         stages, total = self.options.stages or "several", self.cluster.num_devices
         return InputError(
             f"{total} devices cannot be split into {stages} stages of equal layers, as many to each group, with parts of "
@@ -376,9 +384,9 @@ class SpmdSearch:
         )
 
     def _infeasible(self, cutoff_s: float) -> InfeasibleError:
-        if self.passed_over_s < inf:
+        if self.skipped_s < inf:
             return InfeasibleError(
-                f"pipelines of {self.step.name} that are one program take {format_seconds(self.passed_over_s)} or more, and "
+                f"pipelines of {self.step.name} that are one program take {format_seconds(self.skipped_s)} or more, and "
                 f"there is a plan of {format_seconds(cutoff_s)}"
             )
         cap = format_bytes(self.options.memory_bytes)

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from autoshard.search.ir.sharding import OperandReshard, Place, StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES, WHOLE, Spec
-from autoshard.search.pipeline.imposed import Imposed
 from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.op_shardings import OpShardings
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.plan.spmd_step import LOOP, LayerLoop, Segment, SpmdSharding, SpmdStep
 from autoshard.search.problem.reshard import SLICE
@@ -31,11 +31,11 @@ def spmd_sharding(
       program: the program written from it.
       num_replicas: replicas of each stage.
     """
-    specs = {v: _lies(intra_op, step, program, v) for v in sorted(set(_values(program)))}
+    specs = {v: _spec_of(intra_op, step, program, v) for v in sorted(set(_values(program)))}
     specs |= {new: specs[old] for new, old in _replaced(program) if new in specs}
-    imposed = Imposed.of(intra_op, step)
+    of_ops = OpShardings.of(intra_op, step)
     inside = {
-        part: imposed.on((part.op,) if isinstance(part, LayerLoop) else part.graph.ops)
+        part: of_ops.on((part.op,) if isinstance(part, LayerLoop) else part.graph.ops)
         for part in program.parts
     }
     in_parts = dict(_stacked_in_parts(program, inside))
@@ -66,7 +66,7 @@ def _stacked_in_parts(
     for part in program.parts:
         if isinstance(part, LayerLoop):
             for v in part.op.outputs[part.op.loop_counts[1] :]:
-                if v in part.wanted and len(specs := read.get(v, set())) == 1 and (spec := specs.pop()):
+                if v in part.exported and len(specs := read.get(v, set())) == 1 and (spec := specs.pop()):
                     yield v, spec
 
 
@@ -77,20 +77,20 @@ def _without(sharding: StepSharding, part: Segment | LayerLoop, stacks: Mapping[
     return replace(sharding, reshards={p: r for p, r in sharding.reshards.items() if p not in there})
 
 
-def _lies(
+def _spec_of(
     intra_op: IntraOp, step: PipelineStep, program: SpmdStep, v: int, place: Place | None = None
 ) -> Spec:
-    spec = intra_op.lies(place or step.place_of(v), step.values[v])
+    spec = intra_op.spec_of(place or step.place_of(v), step.values[v])
     return tuple(WHOLE if d == 0 else d for d in spec) if v in program.layered else spec
 
 
 def _entering(intra_op: IntraOp, step: PipelineStep, program: SpmdStep) -> Iterator[tuple[int, Spec]]:
     """The operands that all iterations of the loop over parts of the batch share, with their specs inside the loop."""
     loop = step.step.graph.ops[step.loop]
-    dealt = {*program.examples.values()}
+    examples = {*program.examples.values()}
     for i, v in enumerate(loop.inputs[: loop.loop_counts[0]]):
-        if isinstance(v, int) and v not in dealt:
-            yield v, _lies(intra_op, step, program, v, ("input", (step.loop, "jaxpr", 0), i))
+        if isinstance(v, int) and v not in examples:
+            yield v, _spec_of(intra_op, step, program, v, ("input", (step.loop, "jaxpr", 0), i))
 
 
 def _values(program: SpmdStep) -> Iterator[int]:

@@ -17,7 +17,7 @@ from autoshard.search.pipeline.task_memory import ProgramKernels
 from autoshard.search.plan.plan import Collective
 from autoshard.search.problem.costs import COMBINED_BYTES
 
-Said = tuple[str, tuple[str, ...], float, float, float]
+Entry = tuple[str, tuple[str, ...], float, float, float]
 """Kind, mesh axes, number, bytes of a device, and seconds."""
 
 
@@ -45,7 +45,7 @@ def stage_collectives(
     )
 
 
-def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Said]:
+def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Entry]:
     """The collectives between a replica's devices."""
     names = AXIS_NAMES[len(kernels.intra_op.mesh_shape)]
     programs = [program for program in kernels.programs.programs if program.stage == stage]
@@ -54,7 +54,7 @@ def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Said]:
             yield kind, tuple(names[a] for a in axes), count, num_bytes, seconds
 
 
-def _between(stage: int, learned: AbstractSet[int], memory: StageMemory, mesh: MeshModel) -> Iterator[Said]:
+def _between(stage: int, learned: AbstractSet[int], memory: StageMemory, mesh: MeshModel) -> Iterator[Entry]:
     """The collectives between replicas."""
     programs = memory.programs
     if programs.num_replicas == 1:

@@ -4,8 +4,7 @@ A stage's programs consist of ops of the step, some of them in parts. So the sol
 hold here, too. Values have one more mesh axis, that of replicas. A value that each replica has for itself is not split
 over it. Values that exist once for all replicas are: state, finished gradients and results of the update (ZeRO's first
 stage; Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.1).
-Only values
-that tasks read whole, and pinned arguments, are not.
+Values that tasks read whole, and pinned arguments, are not.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,8 +14,8 @@ from functools import cached_property
 from autoshard.search.ir.factors import rule_for
 from autoshard.search.ir.graph import Op, Role, Value
 from autoshard.search.ir.spec import AXIS_NAMES, WHOLE, Spec, divides
-from autoshard.search.pipeline.imposed import Imposed
 from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.op_shardings import OpShardings
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.plan.stage_programs import StagePrograms, StageSharding
 from autoshard.search.plan.values import REPLICA
@@ -79,11 +78,11 @@ class _Spelling:
         mine = [program for program in self.programs.programs if program.stage == self.stage]
         there = {v for program in mine for v in (*program.reads, *program.makes)}
         there |= {v for v in self.programs.step.graph.inputs if self.programs.stage_of[v] == self.stage}
-        specs = {v: self._lies(v) for v in sorted(there)}
+        specs = {v: self._spec_of(v) for v in sorted(there)}
         specs |= {new: specs[old] for new, old in self._replaced.items() if new in specs and old in specs}
         tasks = [program for program in mine if program in self.programs.tasks.values()]
-        imposed = Imposed.of(self.intra_op, self.step)
-        inside = {program.name: imposed.on(program.graph.ops) for program in tasks}
+        of_ops = OpShardings.of(self.intra_op, self.step)
+        inside = {program.name: of_ops.on(program.graph.ops) for program in tasks}
         return StageSharding(
             self._mesh_shape,
             self._axis_names,
@@ -109,7 +108,7 @@ class _Spelling:
 
     # --- values
 
-    def _lies(self, v: int) -> Spec:
+    def _spec_of(self, v: int) -> Spec:
         """The spec of a value between programs."""
         made = self._made(v)
         is_own = self.programs.is_of_replica(v) or v in self.programs.pieces
@@ -143,7 +142,7 @@ class _Spelling:
 
     def _made(self, v: int) -> Spec:
         """The spec of a value on a replica's devices, by the solution."""
-        return self.intra_op.lies(self.step.place_of(v), self.step.values[v])
+        return self.intra_op.spec_of(self.step.place_of(v), self.step.values[v])
 
     @cached_property
     def _read_by_tasks(self) -> frozenset[int]:

@@ -42,7 +42,7 @@ class StageAssignment:
     of_value: Mapping[int, int]
 
 
-def is_tie(op: Op) -> bool:
+def is_barrier(op: Op) -> bool:
     """True if an op is a barrier: it passes on its operands when all of them are there."""
     return op.name == BARRIER
 
@@ -76,7 +76,7 @@ class _Assigning:
         for op in self.step.body:
             if op in backward:
                 stage = self._of_gradients(op)
-                far = self._passed_on_elsewhere(op, stage)
+                far = self._passed_on_by_others(op, stage)
                 self._put(op, stage)
                 self.of_value.update(far)
         self._prologue()
@@ -93,11 +93,11 @@ class _Assigning:
         for v in op.operands:
             if stage not in self.readers.setdefault(v, set()):
                 self.readers[v].add(stage)
-                if (maker := self.step.maker.get(v)) in self.step.made_anew:
+                if (maker := self.step.maker.get(v)) in self.step.duplicated:
                     self._read_by(maker, stage)
 
     def _staged(self, ops: Iterable[Op]) -> list[Op]:
-        return [op for op in ops if op not in self.step.made_anew]
+        return [op for op in ops if op not in self.step.duplicated]
 
     # --- what runs for each microbatch
 
@@ -133,10 +133,10 @@ class _Assigning:
         having = set[int]().union(*(self.there[v] for v in residuals)).intersection(stages)
         return min(sorted({stages[-1], *having}, reverse=True), key=missing_bytes)
 
-    def _passed_on_elsewhere(self, op: Op, stage: int) -> dict[int, int]:
+    def _passed_on_by_others(self, op: Op, stage: int) -> dict[int, int]:
         """The results of a barrier that are gradients of other stages, with their stages
         (`search.pipeline.stage_barriers`)."""
-        if not is_tie(op):
+        if not is_barrier(op):
             return {}
         passed = zip(op.inputs, op.outputs, strict=True)
         made = {out: self.of_value[v] for v, out in passed if isinstance(v, int) and self._is_gradient(v)}

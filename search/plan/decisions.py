@@ -231,9 +231,9 @@ class DecisionCodec:
         allowed: list[np.ndarray] = []
         for node, names in enumerate(self.names):
             table = getattr(decisions, self._kind(node))
-            said = {table.get(name) for name in names}
-            assert len(said) == 1, f"{names} are decided together, and of them the plan says {said}"
-            (text,) = said
+            texts = {table.get(name) for name in names}
+            assert len(texts) == 1, f"{names} are decided together, and of them the plan says {texts}"
+            (text,) = texts
             allowed.append(self._all(node) if text is None else self._meant(node, text, place))
         return tuple(allowed)
 
@@ -250,8 +250,8 @@ class DecisionCodec:
     def unknown(self, decisions: Sharding) -> tuple[Decision, ...]:
         """The decisions that name nothing in this step."""
         known = {(self._kind(node), name) for node, names in enumerate(self.names) for name in names}
-        said = ((kind, name) for kind in _KINDS for name in getattr(decisions, kind))
-        return tuple(decision for decision in said if decision not in known)
+        named = ((kind, name) for kind in _KINDS for name in getattr(decisions, kind))
+        return tuple(decision for decision in named if decision not in known)
 
     def _meant(self, node: int, text: str, place: str) -> np.ndarray:
         """The strategies that a decision leaves to its node."""
@@ -270,7 +270,7 @@ class DecisionCodec:
                 found[node] = EDITED if is_edited else ARGUMENT if kind == "arguments" else 0
         return found
 
-    def said(self, node: int, decisions: Sharding) -> str:
+    def text_of(self, node: int, decisions: Sharding) -> str:
         """The text of a plan's decision for a node."""
         return getattr(decisions, self._kind(node))[self.names[node][0]]
 
@@ -302,13 +302,13 @@ class DecisionCodec:
         sizes = self.costed.resharder.mesh.shape
         return tuple(d if size > 1 else WHOLE for d, size in zip(spec, sizes, strict=True))
 
-    def _lookup(self, node: int, name: str, said: str, place: str) -> int:
-        texts, wanted = self.texts(node), self._written_alike(said, name, place)
+    def _lookup(self, node: int, name: str, text: str, place: str) -> int:
+        texts, wanted = self.texts(node), self._written_alike(text, name, place)
         if wanted not in texts:
             shown = "; ".join(texts[:MAX_SHOWN])
             more = f"; ... All {len(texts)}: autoshard show PLAN TARGET --choices {shlex.quote(name)}"
             raise PlanError(
-                f"{place}: {name!r} cannot be {said!r}. Possible are: {shown}{more * (len(texts) > MAX_SHOWN)}"
+                f"{place}: {name!r} cannot be {text!r}. Possible are: {shown}{more * (len(texts) > MAX_SHOWN)}"
             )
         return texts.index(wanted)
 

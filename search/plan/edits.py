@@ -32,7 +32,7 @@ def edited(plan: PlanValues) -> tuple[Decision, ...]:
     known = _split(plan.marks)
     if not known:
         return ()
-    return tuple((table, name) for table, name, said in _all(plan) if _mark(table, name, said) not in known)
+    return tuple((table, name) for table, name, text in _all(plan) if _mark(table, name, text) not in known)
 
 
 def num_deleted(plan: PlanValues) -> int:
@@ -53,12 +53,12 @@ def _all(plan: PlanValues) -> Iterator[tuple[str, str, str]]:
     yield "microbatches", "", str(plan.microbatches)
     for n, sharding in enumerate(plan.shardings):
         for table in ("mesh", "arguments", "ops", "copies"):
-            for name, said in getattr(sharding, table).items():
-                yield f"{table} {n}" if n else table, name, str(said)
+            for name, text in getattr(sharding, table).items():
+                yield f"{table} {n}" if n else table, name, str(text)
     if plan.attention:
         yield "attention", "", plan.attention
-    for name, said in plan.retention.items():
-        yield "retention", name, said
+    for name, text in plan.retention.items():
+        yield "retention", name, text
     if plan.is_pipeline:
         yield "schedule", "", f"{plan.schedule} {plan.workers}"
         for n, stage in enumerate(plan.stages):

@@ -159,7 +159,7 @@ class Explanation:
             lines += [f"  is {self.choice}", f"  {self._why()}"]
             lines += [f"  {rule}" for rule in self.rules]
         if self.runner_up:
-            lines += self._said(self.runner_up)
+            lines += self._runner_up_lines(self.runner_up)
         if self.beyond_cap:
             lines += self._without_cap(self.beyond_cap)
         lines += _estimated("recomputation", self.retention)
@@ -183,7 +183,7 @@ class Explanation:
             f"  memory  {signed_bytes(one.more_bytes)} at the peak of a device{_own(one)}",
         ]
 
-    def _said(self, one: Alternative) -> list[str]:
+    def _runner_up_lines(self, one: Alternative) -> list[str]:
         is_tie = self.reason == TIE
         price = _plain_price(one, self.step_s) if is_tie else _price(one, self.step_s, self.is_upper)
         lines = [f"runner-up: {one.choice}", f"  time    {price}"]
@@ -201,12 +201,12 @@ def _plain_price(one: Alternative, step_s: float) -> str:
 
 def _price(one: Alternative, step_s: float, is_upper: bool) -> str:
     """The price, with its bounds if they are not close."""
-    said = _plain_price(one, step_s)
+    price = _plain_price(one, step_s)
     if one.is_precise:
-        return f"{said}{' or less: other recomputation was not searched' * is_upper}"
+        return f"{price}{' or less: other recomputation was not searched' * is_upper}"
     least_s = one.at_least_s
     least = f", and at least {signed_s(least_s)}" if least_s > -step_s and not is_upper else ""
-    return f"at most {said}{least}: the search ended before it was certain"
+    return f"at most {price}{least}: the search ended before it was certain"
 
 
 def _own(one: Alternative) -> str:

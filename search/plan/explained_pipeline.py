@@ -84,7 +84,7 @@ class PipelineExplanation:
         if self.runner_up:
             lines += _runner_up(self.runner_up, self.step_s)
         if self.others:
-            lines += ["other neighbours:", *aligned([(one.choice, _said(one)) for one in self.others])]
+            lines += ["other neighbours:", *aligned([(one.choice, _price_text(one)) for one in self.others])]
         lines += [f"  {_place(self.place)}"] if self.place else []
         more = [more_memory(self.more_memory, self.step_s)] if self.more_memory else []
         return fitted("\n".join([*lines, *more]))
@@ -100,7 +100,7 @@ def _runner_up(one: Neighbour, step_s: float) -> list[str]:
     ]
 
 
-def _said(one: Neighbour) -> str:
+def _price_text(one: Neighbour) -> str:
     if one.more_s is None:
         return one.why_not
     return f"{signed_s(one.more_s)} a step: {one.plan}"

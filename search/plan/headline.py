@@ -143,12 +143,12 @@ def _attention(num_devices: int) -> list[str]:
 
 
 def _sharing_of_stages(stages: Sequence[StageShape]) -> str:
-    said: dict[str, list[int]] = {}
+    texts: dict[str, list[int]] = {}
     for n, stage in enumerate(stages):
-        said.setdefault(sharing(stage), []).append(n)
-    if len(said) == 1:
-        return next(iter(said))
-    return "; ".join(f"stage{'s' * (len(n) > 1)} {_numbers(n)}: {words}" for words, n in said.items())
+        texts.setdefault(sharing(stage), []).append(n)
+    if len(texts) == 1:
+        return next(iter(texts))
+    return "; ".join(f"stage{'s' * (len(n) > 1)} {_numbers(n)}: {words}" for words, n in texts.items())
 
 
 def _numbers(numbers: Sequence[int]) -> str:
@@ -168,9 +168,9 @@ def sharing(stage: StageShape) -> str:
     for use in uses:
         words = axis_words(use)
         sizes[words] = sizes.get(words, 1) * use.size
-    said = [words.format(size) for words, size in sizes.items()]
+    texts = [words.format(size) for words, size in sizes.items()]
     tables = [use for use in uses if use.tables >= MOST and use.examples >= NAMED]
-    return " x ".join(said) + "".join(f", tables split over {use.size}" for use in tables) or "one device"
+    return " x ".join(texts) + "".join(f", tables split over {use.size}" for use in tables) or "one device"
 
 
 def axis_words(use: AxisUse) -> str:
@@ -209,14 +209,14 @@ def _batch_words(use: AxisUse) -> str:
 
 def _memory_savers(plan: PlanShape) -> list[str]:
     """Recomputation, updates by rows, and arrays on the host."""
-    said = _recomputed(plan)
+    texts = _recomputed(plan)
     if any(name.startswith(ROW_READ) for s in plan.stages if s.shares for name in s.shares.runs):
-        said.append("tables updated by rows")
+        texts.append("tables updated by rows")
     if any("offload" in text for text in plan.retention.values()):
-        said.append("residuals offloaded")
+        texts.append("residuals offloaded")
     if any(spec.endswith("on host") for spec in plan.arguments.values()):
-        said.append("state on the host")
-    return said
+        texts.append("state on the host")
+    return texts
 
 
 def _recomputed(plan: PlanShape) -> list[str]:

@@ -62,8 +62,8 @@ def tokens(outline: Outline) -> int:
 
 def _arrays(outline: Outline) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The dtypes and shapes of the batch's arrays."""
-    for said in outline.arguments.values():
-        if found := _BATCH.fullmatch(said):
+    for text in outline.arguments.values():
+        if found := _BATCH.fullmatch(text):
             yield found[1], tuple(map(int, found[2].split(",")))
 
 

@@ -73,10 +73,10 @@ class RetentionCodec:
                 found[unique(name, seen)] = _in_program_order(fresh, graphs[()])
         return found
 
-    def said(self, sites: Iterable[Site], waiting: Iterable[Site] = ()) -> dict[str, str]:
+    def decisions(self, sites: Iterable[Site], offloaded: Iterable[Site] = ()) -> dict[str, str]:
         """The decisions that recompute some sites, and keep the results of others on the host."""
-        asked = _asked(sites, waiting)
-        said: dict[str, str] = {}
+        asked = _asked(sites, offloaded)
+        texts: dict[str, str] = {}
         for name, here in self._numbers.items():
             count = sum(map(len, here.values()))
             for (how, suffix), left in asked.items():
@@ -84,12 +84,12 @@ class RetentionCodec:
                 if members:
                     some = f" {_ranges(members)} of {count}" if len(members) < count else ""
                     one = f"{how}{some}{suffix}"
-                    said[name] = f"{said[name]}; {one}" if name in said else one
+                    texts[name] = f"{texts[name]}; {one}" if name in texts else one
                     left.difference_update(here)
         assert not any(asked.values()), f"no class has the sites {asked}"
-        return said
+        return texts
 
-    def read(self, said: Mapping[str, str], place: str) -> tuple[frozenset[Site], frozenset[Site]]:
+    def read(self, texts: Mapping[str, str], place: str) -> tuple[frozenset[Site], frozenset[Site]]:
         """The sites that decisions recompute, and those whose results they keep on the host.
 
         Raises:
@@ -97,7 +97,7 @@ class RetentionCodec:
           CoarseError: a decision separates ops that one op represents.
         """
         found: dict[str, set[Site]] = {"remat": set(), "offload": set()}
-        for name, text in said.items():
+        for name, text in texts.items():
             if name not in self._numbers:
                 raise PlanError(f"{place}: retention {name!r} names no forward op of this step")
             here = self._numbers[name]
@@ -129,16 +129,16 @@ class RetentionCodec:
         return segments_site(loop, segments)
 
 
-def _asked(sites: Iterable[Site], waiting: Iterable[Site]) -> dict[tuple[str, str], set[Site]]:
+def _asked(sites: Iterable[Site], offloaded: Iterable[Site]) -> dict[tuple[str, str], set[Site]]:
     """By kind of decision, with its segments: the ops that it is for."""
-    asked: dict[tuple[str, str], set[Site]] = {("remat", ""): set(), ("offload", ""): set(waiting)}
+    asked: dict[tuple[str, str], set[Site]] = {("remat", ""): set(), ("offload", ""): set(offloaded)}
     for site in sites:
         loop, segments = cut_loop(site)
-        asked.setdefault(("remat", _said(segments) if segments else ""), set()).add(loop)
+        asked.setdefault(("remat", _segments_text(segments) if segments else ""), set()).add(loop)
     return dict(sorted(asked.items(), reverse=True))
 
 
-def _said(segments: Segments) -> str:
+def _segments_text(segments: Segments) -> str:
     end = "" if segments.end is None else f" before {segments.end}"
     return f" in segments of {', '.join(map(str, segments.lengths))}{end}"
 

@@ -104,12 +104,12 @@ def _estimated(plan: PlanValues) -> list[list[str]]:
 
 def _time_line(numbers: Mapping[str, float], caveat: str) -> str:
     """The predicted step time, its MFU and, of a pipeline, its bubble; and the cluster's caveat."""
-    said = [f"predicted step time: {format_seconds(numbers['predicted_step_s'])}"]
+    sentences = [f"predicted step time: {format_seconds(numbers['predicted_step_s'])}"]
     if "predicted_mfu" in numbers:
-        said.append(f"MFU {_percent(numbers['predicted_mfu'], 1)}")
+        sentences.append(f"MFU {_percent(numbers['predicted_mfu'], 1)}")
     if "predicted_bubble" in numbers:
-        said.append(f"bubble {numbers['predicted_bubble']:.1%}")
-    return ", ".join(said) + caveat
+        sentences.append(f"bubble {numbers['predicted_bubble']:.1%}")
+    return ", ".join(sentences) + caveat
 
 
 def _rate_line(numbers: Mapping[str, float]) -> list[str]:
@@ -152,13 +152,13 @@ def _memory_line(estimates: HasPeaks, cap_bytes: int, platform: str) -> str:
 
 def _predicted_line(peak_bytes: int, cap_bytes: int, has_band: bool, where: str = "") -> str:
     """The predicted peak and its share of the cap; with its error band, and a doubt if the band crosses the cap."""
-    said = f"predicted peak memory{where}: {format_bytes(peak_bytes)} of {_of_cap(peak_bytes, cap_bytes)}"
+    line = f"predicted peak memory{where}: {format_bytes(peak_bytes)} of {_of_cap(peak_bytes, cap_bytes)}"
     if not has_band:
-        return said
+        return line
     there = band(peak_bytes)
     doubt = "; it may not fit" if may_exceed(peak_bytes, cap_bytes) else ""
     return (
-        f"{said}, not compiled: {format_bytes(there.least_bytes)} to {format_bytes(there.most_bytes)}{doubt}"
+        f"{line}, not compiled: {format_bytes(there.least_bytes)} to {format_bytes(there.most_bytes)}{doubt}"
     )
 
 
@@ -234,13 +234,13 @@ def _stages(plan: PlanValues) -> list[str]:
         return []
     groups = plan.stands_on or ("",) * len(plan.stages)
     has_cuts = any(stage.first_op for stage in plan.stages)
-    said = [
+    columns = [
         _stage(taken, str(stage.first_op) if has_cuts else "", plan.mesh_of(stage), group)
         for stage, taken, group in zip(plan.stages, plan.estimates.stages, groups, strict=True)
     ]
     title = ("first op" * has_cuts, "mesh", "forward", "backward", "update", "peak", "on" * bool(plan.groups))
     rows: list[Row] = [("", *title)]
-    for row, same in groupby(enumerate(said), lambda one: one[1]):
+    for row, same in groupby(enumerate(columns), lambda one: one[1]):
         numbers = [n for n, _ in same]
         rows.append((str(numbers[0]) + f"-{numbers[-1]}" * (len(numbers) > 1), *row))
     kept = [n for n in range(len(rows[0])) if any(row[n] for row in rows)]
@@ -291,10 +291,10 @@ def _edits(plan: PlanValues) -> list[str]:
     names = [name or table for table, name in edited(plan)]
     shown = ", ".join(names[:_MAX_EDITS]) + ", ..." * (len(names) > _MAX_EDITS)
     deleted = num_deleted(plan)
-    said = (
+    edits = (
         f"{plural(len(names), 'decision')} edited by hand: {shown}" if names else "decisions deleted by hand"
     )
-    return [said if names or deleted else EDITED, UNPRICED]
+    return [edits if names or deleted else EDITED, UNPRICED]
 
 
 def _place(model: MeshModel, axis: int) -> str:

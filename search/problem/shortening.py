@@ -28,7 +28,7 @@ MIN_SAVED = 4
 MIN_BLOCKS = NUM_REPRESENTATIVES + MIN_SAVED + 4
 """Smallest stack that is shortened: the blocks at its ends stand for themselves."""
 
-_NOTHING_SAID = StepSharding((), (), {}, {})
+_NO_SHARDING = StepSharding((), (), {}, {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
     blocks = find_blocks(step)
     if all(len(stack) < MIN_BLOCKS for stack in blocks.stacks):
         return None
-    likeness = Likeness(step, _NOTHING_SAID, blocks, marks)
+    likeness = Likeness(step, _NO_SHARDING, blocks, marks)
     runs = [
         run
         for stack, group in zip(blocks.stacks, likeness.groups, strict=True)
@@ -116,7 +116,7 @@ class _Labels:
         repeats = {run[0]: len(run) for run in runs}
         alike = dict(chain.from_iterable(self._alike_arguments(run).items() for run in runs))
         labelled = self._labelled(repeats, alike, gone)
-        return Cut(labelled, _NOTHING_SAID, self.likeness).without(gone)[0]
+        return Cut(labelled, _NO_SHARDING, self.likeness).without(gone)[0]
 
     def _labelled(
         self, repeats: Mapping[int, int], alike: Mapping[int, tuple[str, ...]], gone: Container[int]

@@ -53,23 +53,23 @@ NAME, SITES = max(CODEC.sites.items(), key=lambda item: len(item[1]))
 )
 def test_some_of_a_class_may_be_recomputed(members, text):
     some = {SITES[n] for n in members}
-    said = CODEC.said(some)
+    said = CODEC.decisions(some)
     assert said == {NAME: text.format(len(SITES))}
     assert CODEC.read(said, "plan") == (some, frozenset())
     waiting = {NAME: text.replace("remat", "offload").format(len(SITES))}
-    assert CODEC.said((), some) == waiting
+    assert CODEC.decisions((), some) == waiting
     assert CODEC.read(waiting, "plan") == (frozenset(), some)
 
 
 def test_some_of_a_class_may_be_recomputed_and_others_wait_on_the_host():
     again, waiting = frozenset(SITES[:2]), frozenset(SITES[2:3])
-    said = CODEC.said(again, waiting)
+    said = CODEC.decisions(again, waiting)
     assert said == {NAME: f"remat 0-1 of {len(SITES)}; offload 2 of {len(SITES)}"}
     assert CODEC.read(said, "plan") == (again, waiting)
 
 
 def test_nothing_is_said_of_what_is_kept():
-    assert CODEC.said(()) == {}
+    assert CODEC.decisions(()) == {}
     assert CODEC.read({}, "plan") == (frozenset(), frozenset())
 
 
@@ -81,7 +81,7 @@ def test_every_forward_op_of_a_model_has_one_name(model):
     codec = RetentionCodec(fold(flatten(trace(case.step, *case.abstract_args()))))
     every = [site for sites in codec.sites.values() for site in sites]
     assert len(every) == len(set(every))
-    assert codec.read(codec.said(every), "plan") == (set(every), frozenset())
+    assert codec.read(codec.decisions(every), "plan") == (set(every), frozenset())
     assert all(name.startswith("forward ") for name in codec.sites)
 
 
@@ -124,7 +124,7 @@ def test_of_two_ops_alike_in_every_layer_the_same_one_is_recomputed_in_the_likes
     assert both, "layers have two norms"
     seen = {(n, known[site[0]].likes.block): site for n, sites in enumerate(both) for site in reversed(sites)}
     first = frozenset(seen.values())
-    sites, _ = of_all.read(of_few.said(first), "plan")
+    sites, _ = of_all.read(of_few.decisions(first), "plan")
     stand_ins = [
         {s.graph.ops[i].likes.stand_in for (i,) in told}
         for s, told in ((few.step, first), (few.whole, sites))
@@ -146,7 +146,7 @@ LOOPS = RetentionCodec(fold(flatten(RECURRENCE)))
 )
 def test_a_loop_may_be_cut_into_segments(segments, text):
     sites = frozenset({segments_site((LOOP,), segments)})
-    assert LOOPS.said(sites) == {"forward scan": text}
+    assert LOOPS.decisions(sites) == {"forward scan": text}
     assert LOOPS.read({"forward scan": text}, "plan") == (sites, frozenset())
 
 

@@ -25,7 +25,7 @@ MAKERS = frozenset({PRODUCT, "reduce_sum"})
 """Ops that make terms on each device as they make the whole: none of their parameters holds a size that is split."""
 
 
-def waited_terms(paths: ReshardPaths) -> Mapping[int, ReshardPath | None]:
+def barrier_terms(paths: ReshardPaths) -> Mapping[int, ReshardPath | None]:
     """By value whose terms a barrier waits for, the path that scatters them as they are made; None if they are not made
     shard by shard."""
     found: dict[int, ReshardPath | None] = {}

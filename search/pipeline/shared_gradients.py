@@ -20,12 +20,12 @@ from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep, zeros
 from autoshard.search.pipeline.stages import StageAssignment
 
 
-def joined_late(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
+def added_once(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
     """The step that adds terms of several stages in its epilogue."""
-    return _Joining(step, assigned).run()
+    return _Moving(step, assigned).run()
 
 
-class _Joining:
+class _Moving:
     """The sums of one step."""
 
     def __init__(self, step: PipelineStep, assigned: StageAssignment) -> None:
@@ -36,17 +36,17 @@ class _Joining:
         )
         self.once = Written(step.values, SCOPE)
         self.total_of = {term: total for total, term in step.terms.items()}
-        self.joins: dict[Op, None] = {}
+        self.moved: dict[Op, None] = {}
         self.like = dict(step.like)
 
     def run(self) -> PipelineStep:
         for term in self.step.terms.values():
-            self._join(term)
-        if not self.joins:
+            self._move(term)
+        if not self.moved:
             return self.step
-        moved = [op for op in self.step.body if op in self.joins]
-        late = [self._late(op) for op in moved]
-        gone = {v for op in moved for v in op.outputs}
+        late_ops = [op for op in self.step.body if op in self.moved]
+        late = [self._late(op) for op in late_ops]
+        gone = {v for op in late_ops for v in op.outputs}
         terms = {total: term for term, total in self.total_of.items() if term not in gone}
         dropped = self.step.terms.keys() - terms.keys()
         begins = [op for op in self.step.prologue if dropped.isdisjoint(op.outputs)]
@@ -54,19 +54,19 @@ class _Joining:
             self.step,
             values=tuple(self.once.values),
             prologue=(*begins, *self.once.ops),
-            body=tuple(op for op in self.step.body if op not in self.joins),
+            body=tuple(op for op in self.step.body if op not in self.moved),
             epilogue=(*late, *self.step.epilogue),
             terms=terms,
             like=self.like,
         )
 
-    def _join(self, term: int) -> None:
+    def _move(self, term: int) -> None:
         """Marks the linear ops that lead from terms of several stages to a sum."""
         op = self.step.maker[term]
         if self._is_linear(op) and len({*self._stages(term)}) > 1:
-            self.joins[op] = None
+            self.moved[op] = None
             for v in op.operands:
-                self._join(v)
+                self._move(v)
 
     def _stages(self, term: int) -> Iterator[int]:
         """The stages that make the terms behind a term."""
@@ -96,7 +96,7 @@ class _Joining:
         """The op on sums in place of terms."""
         outputs = tuple(map(self._total, op.outputs))
         inputs = tuple(
-            self._begun(v) if self.step.maker[v] not in self.joins else self._total(v) for v in op.operands
+            self._begun(v) if self.step.maker[v] not in self.moved else self._total(v) for v in op.operands
         )
         return replace(op, inputs=inputs, outputs=outputs, phase=Phase.UPDATE)
 

@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from autoshard.search.ir.graph import Op
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.stages import StageAssignment, is_tie
+from autoshard.search.pipeline.stages import StageAssignment, is_barrier
 
 
-def within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
+def barriers_within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
     """The step whose barriers in the backward phase pass on no value of another stage.
 
     Args:
@@ -32,7 +32,7 @@ def within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep
     body: list[Op] = []
     for op in step.body:
         near = range(len(op.outputs))
-        if is_tie(op) and op in assigned.backward:
+        if is_barrier(op) and op in assigned.backward:
             near = [n for n in near if assigned.of_value[op.outputs[n]] == assigned.of_op[op]]
         read = tuple(made_as.get(v, v) if isinstance(v, int) else v for v in op.inputs)
         passed = zip(read, op.outputs, strict=False)
@@ -48,12 +48,12 @@ def within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep
     return replace(step, body=tuple(body), terms=terms, pieces=pieces)
 
 
-def untied(step: PipelineStep) -> PipelineStep:
+def barriers_per_value(step: PipelineStep) -> PipelineStep:
     """The step in which each barrier of ops that run once has one operand."""
     return _split(step, lambda v: v)
 
 
-def tied_within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
+def barriers_per_stage(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
     """The step in which each barrier of ops that run once has operands of one stage.
 
     Args:
@@ -73,7 +73,7 @@ def _split(step: PipelineStep, group: Callable[[int], Hashable]) -> PipelineStep
         yield from (_passing(op, which) for which in groups.values())
 
     def split(ops: Sequence[Op]) -> tuple[Op, ...]:
-        return tuple(part for op in ops for part in (parts(op) if is_tie(op) else (op,)))
+        return tuple(part for op in ops for part in (parts(op) if is_barrier(op) else (op,)))
 
     return replace(step, prologue=split(step.prologue), epilogue=split(step.epilogue))
 

@@ -12,11 +12,11 @@ from autoshard.search.ir.sharding import OperandReshard, Place, StepSharding
 from autoshard.search.ir.spec import Spec
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.stages import is_tie
+from autoshard.search.pipeline.stages import is_barrier
 
 
 @dataclass(frozen=True, eq=False)
-class Imposed:
+class OpShardings:
     """The specs and operand reshards of a solution, by op of the step. Their places are relative to the op.
 
     Attributes:
@@ -32,7 +32,7 @@ class Imposed:
     reshards: Mapping[Site, list[tuple[Place, OperandReshard]]]
 
     @classmethod
-    def of(cls, intra_op: IntraOp, step: PipelineStep) -> "Imposed":
+    def of(cls, intra_op: IntraOp, step: PipelineStep) -> "OpShardings":
         """The sharding of a solution for the step that `step` takes apart."""
         whole = intra_op.sharding
         depth = len((step.loop, "jaxpr", 0)) + 1
@@ -48,16 +48,16 @@ class Imposed:
                 reshards |= self._moved(op, i, self.reshards.get(site, ()))
         return replace(self.whole, specs=specs, reshards=reshards)
 
-    def _moved[T](self, op: Op, i: int, imposed: Iterable[tuple[Place, T]]) -> dict[Place, T]:
+    def _moved[T](self, op: Op, i: int, decisions: Iterable[tuple[Place, T]]) -> dict[Place, T]:
         """The decisions for an op at its new index. A barrier may have fewer results than in the step."""
-        if not is_tie(op):
-            return {(what, (i, *rest), n): said for (what, rest, n), said in imposed}
+        if not is_barrier(op):
+            return {(what, (i, *rest), n): decision for (what, rest, n), decision in decisions}
         number = {place[2]: n for n, v in enumerate(op.outputs) if (place := self.step.place_of(v))}
-        return {(what, (i,), number[n]): said for (what, _, n), said in imposed if n in number}
+        return {(what, (i,), number[n]): decision for (what, _, n), decision in decisions if n in number}
 
 
 def _by_op[T](places: Mapping[Place, T], depth: int) -> dict[Site, list[tuple[Place, T]]]:
     found: dict[Site, list[tuple[Place, T]]] = {}
-    for (what, site, n), imposed in places.items():
-        found.setdefault(site[:depth], []).append(((what, site[depth:], n), imposed))
+    for (what, site, n), decisions in places.items():
+        found.setdefault(site[:depth], []).append(((what, site[depth:], n), decisions))
     return found

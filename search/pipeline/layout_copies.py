@@ -14,7 +14,7 @@ from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_
 from autoshard.search.problem.layouts import Order
 from autoshard.search.problem.live_ranges import Resident
 
-FREE = KernelTime(0.0, 0.0)
+NO_TIME = KernelTime(0.0, 0.0)
 """The time of a copy: the scheduler overlaps nothing with it."""
 
 
@@ -73,7 +73,7 @@ class _Copying:
             self.made[key] = made = len(self.buffers)
             self.buffers.append(Buffer(num_bytes, Resident.TEMPORARIES, False, loops))
             reads, root = (copy.buffer,), Copies(copy.order)
-            kernels.append(Kernel(kernel.position, reads, (made,), (), None, 0.0, FREE, loops, None, root))
+            kernels.append(Kernel(kernel.position, reads, (made,), (), None, 0.0, NO_TIME, loops, None, root))
         return self.made[key]
 
     def _reading(self, kernel: Kernel, instead: Mapping[int, int]) -> Kernel:
