@@ -19,7 +19,7 @@ from autoshard.ejection.eject import SHARDINGS, Ejected, Ejection
 from autoshard.ejection.objects import fault
 from autoshard.ejection.stage_shardings import stage_shardings_file
 from autoshard.executors.jit import Program
-from autoshard.keywords import told_apart
+from autoshard.keywords import split_keywords
 from autoshard.options import IN_DOUBT, Options, among
 from autoshard.parallelized import Parallelized
 from autoshard.pins import Pins, Rested
@@ -137,7 +137,7 @@ def search(
     """
     keywords = among(locals())
     hardware = parse_hardware(keywords.pop("cluster"))
-    call, own = _told_apart("search", step, abstract_args, abstract_kwargs, **keywords)
+    call, own = _split_keywords("search", step, abstract_args, abstract_kwargs, **keywords)
     options = Options.of(own)
     pipelines.are_allowed(options)
     with narrated(step_name(step), "tracing", options.progress) as tell:
@@ -170,7 +170,7 @@ def tracer(
     function: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: Any
 ) -> Callable[[AnyCluster], Step]:
     """A step with its arguments, to be traced for clusters; the function that takes them is named in messages."""
-    call, own = _told_apart(function, step, args, kwargs, state=state)
+    call, own = _split_keywords(function, step, args, kwargs, state=state)
     return lambda hardware: _traced(call, hardware, own["state"])
 
 
@@ -213,7 +213,7 @@ def emit(
       InputError: there are fewer devices than the plan's mesh has.
     """
     options = {"plan": plan, "devices": devices, "state": state}
-    call, own = _told_apart("emit", step, abstract_args, abstract_kwargs, **options)
+    call, own = _split_keywords("emit", step, abstract_args, abstract_kwargs, **options)
     given, place = loaded(own["plan"])
     hardware = planning.hardware(given, place)
     traced = _traced(call, hardware, own["state"])
@@ -266,7 +266,7 @@ def verify(
     Example:
       >>> print(autoshard.verify(train_step, state, batch, plan="plan.json"))  # doctest: +SKIP
     """
-    call, own = _told_apart(
+    call, own = _split_keywords(
         "verify",
         step,
         abstract_args,
@@ -335,7 +335,7 @@ def eject(
     Example:
       >>> autoshard.eject(train_step, state, batch, plan="plan.json").save("sharded_step.py")  # doctest: +SKIP
     """
-    call, own = _told_apart(
+    call, own = _split_keywords(
         "eject",
         step,
         abstract_args,
@@ -414,7 +414,7 @@ def priced(
       PlanError: the plan is for another step, or decides something impossible.
       InfeasibleError: what it decides does not fit its memory cap.
     """
-    call, own = _told_apart("priced", step, abstract_args, abstract_kwargs, plan=plan, state=state)
+    call, own = _split_keywords("priced", step, abstract_args, abstract_kwargs, plan=plan, state=state)
     given, place = loaded(own["plan"])
     traced = _traced(call, planning.hardware(given, place), own["state"])
     return lowerings.applied(traced, given, place).plan
@@ -445,7 +445,7 @@ def choices(
       InputError: the step is given wrong arguments.
     """
     options = {"plan": plan, "name": name, "state": state}
-    call, own = _told_apart("choices", step, abstract_args, abstract_kwargs, **options)
+    call, own = _split_keywords("choices", step, abstract_args, abstract_kwargs, **options)
     given, place = loaded(own["plan"])
     traced = _traced(call, planning.hardware(given, place), own["state"])
     return lowerings.choices(traced, given, own["name"], place)
@@ -491,7 +491,7 @@ def explain(
       >>> print(autoshard.explain(train_step, state, batch, plan="plan.json", name="state['w']"))  # doctest: +SKIP
     """
     options = {"plan": plan, "name": name, "state": state}
-    call, own = _told_apart("explain", step, abstract_args, abstract_kwargs, **options)
+    call, own = _split_keywords("explain", step, abstract_args, abstract_kwargs, **options)
     given, place = loaded(own["plan"])
     hardware = planning.hardware(given, place)
     traced = _traced(call, hardware, own["state"])
@@ -700,7 +700,7 @@ def _refuse_beside(decider: str, options: Options, *names: str) -> None:
         )
 
 
-def _told_apart(
+def _split_keywords(
     function: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
 ) -> tuple[Call, dict[str, Any]]:
     """A call of the step, and the options of a function that takes the step's arguments beside its own options.
@@ -712,7 +712,7 @@ def _told_apart(
         raise InputError(f"{function} wants a step, which is a function, got {type(step).__name__}")
     callee, owner = (step.callee, step.owner) if isinstance(step, Parallelized) else (Callee.of(step), ())
     args = (*owner, *args)
-    kwargs, own = told_apart(function, callee, len(args), kwargs, options)
+    kwargs, own = split_keywords(function, callee, len(args), kwargs, options)
     return callee.call(args, kwargs, is_bound=bool(owner)), own
 
 

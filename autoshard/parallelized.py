@@ -46,7 +46,7 @@ from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.text_table import plural
-from autoshard.signatures import Known, format_type, is_for, static_of, type_of
+from autoshard.signatures import BySignature, format_type, is_for, static_of, type_of
 from autoshard.signatures import signature as signature_of
 from autoshard.tracebacks import boundary
 from autoshard.user_warning import warn
@@ -69,7 +69,7 @@ class _Planned:
     """A signature with its plan and program."""
 
     signature: Any
-    form: nnx_objects.Form | None
+    form: nnx_objects.ObjectsForm | None
     step: Step
     plan: Plan
     program: Program | PipelineProgram
@@ -129,7 +129,7 @@ class Parallelized[**P, R]:
         self._ran: list[_Planned] = []
         self._owner: tuple[Any, ...] = ()
         self._last: _Planned | None = None
-        self._plain = Known[_Planned]()
+        self._plain = BySignature[_Planned]()
         """Single programs that have run and take a call's positional arguments as they come."""
 
     @overload
@@ -145,7 +145,7 @@ class Parallelized[**P, R]:
         if instance is None:
             return self
         bound = copy.copy(self)
-        bound._owner, bound._plain = (instance,), Known[_Planned]()
+        bound._owner, bound._plain = (instance,), BySignature[_Planned]()
         return bound
 
     @property

@@ -30,7 +30,7 @@ MAX_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Resting:
+class PinnedLayout:
     """The required layout of some arguments at rest.
 
     Attributes:
@@ -43,11 +43,11 @@ class Resting:
     on_host: tuple[str, ...] = ()
     mesh: tuple[int, ...] | None = None
 
-    def then(self, others: "Resting") -> "Resting":
+    def then(self, others: "PinnedLayout") -> "PinnedLayout":
         """This layout, completed by that of `others` for arguments that have no spec here."""
         on_host = (name for name in others.on_host if name not in self.specs)
         specs = {**others.specs, **self.specs}
-        return Resting(specs, (*self.on_host, *on_host), self.mesh or others.mesh)
+        return PinnedLayout(specs, (*self.on_host, *on_host), self.mesh or others.mesh)
 
     def offload(self, asked: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
         """The value of `Options.offload`: the user's choice, and the arguments that rest on the host.
@@ -64,7 +64,7 @@ class Resting:
         return (*(asked or ()), *self.on_host)
 
 
-ANYWHERE = Resting()
+ANYWHERE = PinnedLayout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Rested:
         return cls(plan, dict.fromkeys(plan.decisions.arguments))
 
 
-def pinned(step: Step, pin: Pins, num_devices: int) -> Resting:
+def pinned(step: Step, pin: Pins, num_devices: int) -> PinnedLayout:
     """The layout that the user's pins require.
 
     Args:
@@ -96,7 +96,7 @@ def pinned(step: Step, pin: Pins, num_devices: int) -> Resting:
         shared = as_in(step, Rested.by(pin))
         if not shared.specs:
             raise InputError(_apart("pin", step, Rested.by(pin)))
-        return shared if pin.num_devices == num_devices else Resting(shared.specs, shared.on_host)
+        return shared if pin.num_devices == num_devices else PinnedLayout(shared.specs, shared.on_host)
     return _by_path(step, pin)
 
 
@@ -123,7 +123,7 @@ def allowed(step: Step, pin: Pins, mesh: tuple[int, ...]) -> tuple[Pins | None, 
     return kept, tuple(f"{name} of shape {shapes[name]} does not split as {pin[key]}" for key, name in lost)
 
 
-def resting_like(step: Step, rested: Rested) -> Resting:
+def resting_like(step: Step, rested: Rested) -> PinnedLayout:
     """The layout in which the step of `like=` keeps the arguments that both share (see `as_in`).
 
     Raises:
@@ -146,7 +146,7 @@ def _apart(option: str, step: Step, rested: Rested) -> str:
     )
 
 
-def as_in(step: Step, rested: Rested) -> Resting:
+def as_in(step: Step, rested: Rested) -> PinnedLayout:
     """The layout in which another step keeps the arguments that both share. Arguments with an ambiguous counterpart, or that
     cannot be split so, are omitted.
 
@@ -166,14 +166,14 @@ def as_in(step: Step, rested: Rested) -> Resting:
         if spec is not None and _may_rest(spec, own.shape, mesh):
             specs[argument.name] = spec
             on_host += [argument.name] * (text.endswith(ON_HOST) and argument.name in may_be_on_host)
-    return Resting(specs, tuple(on_host), mesh)
+    return PinnedLayout(specs, tuple(on_host), mesh)
 
 
 def _may_rest(spec: PartitionSpec, shape: tuple[int, ...], mesh: tuple[int, ...]) -> bool:
     return len(spec) <= len(shape) and divides(from_partition_spec(spec, AXIS_NAMES[len(mesh)]), shape, mesh)
 
 
-def _by_path(step: Step, pin: Mapping[str, Any]) -> Resting:
+def _by_path(step: Step, pin: Mapping[str, Any]) -> PinnedLayout:
     names = [a.name for a in step.arguments]
     read = {key: _read(key, spec) for key, spec in pin.items()}
     deciding = _deciding({key: _checked(key, names) for key in pin})
@@ -188,7 +188,7 @@ def _by_path(step: Step, pin: Mapping[str, Any]) -> Resting:
                 )
             is_on_host |= read[key][1]
         on_host += [name] * is_on_host
-    return Resting(specs, tuple(on_host))
+    return PinnedLayout(specs, tuple(on_host))
 
 
 def _deciding(named: Mapping[str, Mapping[str, Precision]]) -> dict[str, list[str]]:

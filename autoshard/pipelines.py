@@ -26,7 +26,7 @@ from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S
 from autoshard.search.pipeline import planning as pipelines
 from autoshard.search.pipeline import spmd_planning
-from autoshard.search.pipeline.bounds import Bounds
+from autoshard.search.pipeline.bounds import PipelineBounds
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import Parts
@@ -191,7 +191,7 @@ def _prepared(
         return Prepared(_deadline(options, WorkClock(), clock_s, 0.0))
     waited_s = found.plan.search_s.get("compiler", 0.0)
     again_s = cluster.num_devices * found.plan.estimates.recompute_s
-    bounds = Bounds(step, cluster, StepWork.of(found.on_mesh, again_s))
+    bounds = PipelineBounds(step, cluster, StepWork.of(found.on_mesh, again_s))
     return Prepared(_deadline(options, found.on_mesh.clock, clock_s, waited_s), bounds=bounds)
 
 

@@ -16,7 +16,7 @@ from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
 from autoshard.cost_model.units import format_bytes, parse_bytes
 from autoshard.cost_model.xla.gpu_targets import NEWEST, compute_capability
 from autoshard.options import Options
-from autoshard.pins import ANYWHERE, Resting, allowed, pinned
+from autoshard.pins import ANYWHERE, PinnedLayout, allowed, pinned
 from autoshard.search import driver, explanation
 from autoshard.search.host_arguments import HostArguments
 from autoshard.search.ir._jax_kernels import Target, cudnn_for
@@ -162,7 +162,7 @@ def _closed_over(step: Step) -> str:
     )
 
 
-def options(step: Step, cluster: Cluster, asked: Options, resting: Resting = ANYWHERE) -> SearchOptions:
+def options(step: Step, cluster: Cluster, asked: Options, resting: PinnedLayout = ANYWHERE) -> SearchOptions:
     """The checked options of a search.
 
     Args:
@@ -185,7 +185,7 @@ def options(step: Step, cluster: Cluster, asked: Options, resting: Resting = ANY
     )
 
 
-def stage_resting(step: Step, asked: Options, cluster: AnyCluster) -> Resting:
+def stage_resting(step: Step, asked: Options, cluster: AnyCluster) -> PinnedLayout:
     """How arguments rest on their stages.
 
     Raises:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from autoshard.cost_model.errors import ClusterError, closest
 from autoshard.cost_model.file_forms import field_types, key_of, record_of
 
-WANTED = MappingProxyType(
+EXPECTED = MappingProxyType(
     {
         "string_type": "text",
         "int_type": "a whole number",
@@ -74,8 +74,8 @@ def _message(errors: Sequence[ErrorDetails], place: str, cluster: type) -> str:
         ]
         return f"{above}: missing {_names(missing)}; wanted the keys {_names(_keys(cluster, path[:-1]))}"
     at = _joined(place, path)
-    if kind in WANTED:
-        return f"{at}: wanted {WANTED[kind]}, got {first['input']!r}"
+    if kind in EXPECTED:
+        return f"{at}: wanted {EXPECTED[kind]}, got {first['input']!r}"
     return f"{at}: {first.get('ctx', {}).get('error', first['msg'])}"
 
 

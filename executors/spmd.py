@@ -32,7 +32,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.executors.jit import Program, jitted
 from autoshard.executors.rewrite import evaluator
-from autoshard.executors.spmd_layout import REPLICA, STAGE, Layout
+from autoshard.executors.spmd_layout import REPLICA, STAGE, SpmdLayout
 from autoshard.executors.spmd_ticks import NOTHING, Ticks
 from autoshard.search.ir.graph import Graph
 from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
@@ -60,7 +60,7 @@ def build(
     Raises:
       InputError: there are fewer devices than the mesh has.
     """
-    step, layout = program.step, Layout.on(program, sharding, devices)
+    step, layout = program.step, SpmdLayout.on(program, sharding, devices)
     inputs = [layout.resting(v) for v in step.graph.inputs]
     whole = NamedSharding(layout.mesh, PartitionSpec())
     outputs = [
@@ -76,7 +76,7 @@ class _Run:
     """Evaluates a step."""
 
     program: SpmdStep
-    layout: Layout
+    layout: SpmdLayout
 
     def run(self, flat: Sequence[Any]) -> list[Any]:
         """Maps the step's flat arguments to its flat results."""
@@ -155,7 +155,7 @@ class _Replica:
     def __init__(
         self,
         program: SpmdStep,
-        layout: Layout,
+        layout: SpmdLayout,
         layers: dict[int, Any],
         examples: dict[int, Any],
         once: dict[int, Any],

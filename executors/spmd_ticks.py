@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.executors.rewrite import evaluator
-from autoshard.executors.spmd_layout import STAGE, Layout
+from autoshard.executors.spmd_layout import STAGE, SpmdLayout
 from autoshard.search.ir.sharding import OperandReshard, ReshardStep, StepSharding
 from autoshard.search.plan.spmd_step import LOOP, LayerLoop, SpmdStep
 
@@ -40,7 +40,7 @@ class Ticks:
       part: the loop.
     """
 
-    layout: Layout
+    layout: SpmdLayout
     part: LayerLoop
 
     def run(self, layers: Arrays, once: Arrays, each: Arrays) -> tuple[Arrays, Arrays, Arrays]:
@@ -189,7 +189,7 @@ class Ticks:
     def _brought(self, x: Any, n: int) -> Any:
         """An operand in the spec in which the loop reads it."""
         for step in self._path(n):
-            x = self.layout.imposed(x, step.after) if step.is_imposed else x
+            x = self.layout.constrained(x, step.after) if step.is_constrained else x
         return x
 
     def _path(self, n: int) -> tuple[ReshardStep, ...]:

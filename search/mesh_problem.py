@@ -577,9 +577,9 @@ class MeshProblem:
             if all(label in k for k, label in zip(kept, labels, strict=True)):
                 yield _renumbered(kept, labels)
 
-    def _round[Answer](
-        self, answer: Answer, labels: Labels, limit_bytes: float
-    ) -> Round[tuple[Answer, Prediction]]:
+    def _round[MilpResult](
+        self, answer: MilpResult, labels: Labels, limit_bytes: float
+    ) -> Round[tuple[MilpResult, Prediction]]:
         """An answer of the solver, with the memory that the rows and the kernels find for it."""
         predicted, expected_bytes = self.predicted(labels, limit_bytes), self.memory.peak(labels).num_bytes
         needed_bytes = predicted.needed_bytes

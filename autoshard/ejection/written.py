@@ -34,7 +34,7 @@ MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class PrintedProgram:
     """A printed program.
 
     Attributes:
@@ -56,7 +56,9 @@ class Written:
         return f"no public call of JAX was found for {len(self.unwritten)} equations: {first}"
 
 
-def written(call: _jax.JittedCall, arguments: Sequence[str], resting: Sequence[PartitionSpec]) -> Written:
+def written(
+    call: _jax.JittedCall, arguments: Sequence[str], resting: Sequence[PartitionSpec]
+) -> PrintedProgram:
     """Prints a program.
 
     Args:
@@ -68,7 +70,7 @@ def written(call: _jax.JittedCall, arguments: Sequence[str], resting: Sequence[P
     there = (resting[i] for i in call.operands)
     printer = _Printer(taken=frozenset(arguments), resting=dict(zip(body.invars, there, strict=True)))
     lines = tuple(printer.function_body(call.jaxpr, [arguments[i] for i in call.operands]))
-    return Written(lines, tuple(printer.unwritten), printer.stored)
+    return PrintedProgram(lines, tuple(printer.unwritten), printer.stored)
 
 
 @dataclass(eq=False)

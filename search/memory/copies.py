@@ -16,7 +16,7 @@ SCOPE = "recomputed"
 """Suffix of the name scopes of recomputed ops. (`jax.checkpoint` recomputes ops in the scope `rematted_computation`.)"""
 
 
-class Copies:
+class OpCopier:
     """Recomputes ops of a forward graph in another place.
 
     Attributes:

@@ -27,7 +27,7 @@ from autoshard.cost_model.compute import kernel_s
 from autoshard.search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step, walk
 from autoshard.search.ir.sharding import Place
 from autoshard.search.memory.loop_pairs import loop_pairs
-from autoshard.search.memory.loop_segments import Segments, cut_loop, obstacle, segments_site
+from autoshard.search.memory.loop_segments import LoopSegments, cut_loop, obstacle, segments_site
 from autoshard.search.memory.min_cut import Recomputation, cheapest
 from autoshard.search.memory.passes import Passes
 from autoshard.search.memory.segment_lengths import LoopCut
@@ -120,7 +120,7 @@ class Residuals:
             share = (lengths[-1] + cut.length % lengths[0]) / cut.length
             sites = self._recomputed(price_s_per_byte * share)
             lengths = cut.shortest(before + 1, self._kept_bytes(sites) / cut.length)
-            yield sites | {segments_site(cut.loop, Segments(lengths))} if lengths else sites
+            yield sites | {segments_site(cut.loop, LoopSegments(lengths))} if lengths else sites
 
     def _recomputed(self, price_s_per_byte: float | np.ndarray) -> frozenset[Site]:
         """The ops to recompute at a price per kept byte.
@@ -155,7 +155,7 @@ class Residuals:
         """Bytes of all residuals that are not recomputed one by one."""
         return float(sum(self.problem.num_bytes[v] for v in self._kept(sites)))
 
-    def _segments(self, sites: frozenset[Site]) -> Segments | None:
+    def _segments(self, sites: frozenset[Site]) -> LoopSegments | None:
         """The segments into which the loop is cut; None if it is not."""
         cuts = map(cut_loop, sites) if self.cut else ()
         return next((segments for loop, segments in cuts if self.cut and loop == self.cut.loop), None)

@@ -114,7 +114,7 @@ class Pipelines:
 
 
 @dataclass(frozen=True, eq=False)
-class Bounds:
+class PipelineBounds:
     """The least times of a step's pipelines on a cluster.
 
     Attributes:

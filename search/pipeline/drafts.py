@@ -31,7 +31,7 @@ from autoshard.search.ir.graph import Site
 from autoshard.search.pipeline.inter_op import fastest_cut
 from autoshard.search.pipeline.proposals import Parts, Placed, Proposal, Stages
 from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers
-from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh
+from autoshard.search.pipeline.stage_costs import ClusterNode, StageOption, Submesh
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
 
 GAP = 0.01
@@ -188,7 +188,7 @@ class Drafting:
         tells if they fit."""
         if self.options.shares_workers:
             assert self.options.stages, "stages that share workers are asked for by their number"
-            nodes, in_flight, links = (Node(self.options.stages, np.inf),), (1,), []
+            nodes, in_flight, links = (ClusterNode(self.options.stages, np.inf),), (1,), []
             options = [self._option(0, Submesh(1, 1))]
         else:
             held = self.num_microbatches if self.options.schedule == "gpipe" else 1
@@ -206,10 +206,10 @@ class Drafting:
         )
 
     @property
-    def _nodes(self) -> tuple[Node, ...]:
+    def _nodes(self) -> tuple[ClusterNode, ...]:
         caps = self.cluster.caps(self.options.memory_bytes)
         of_groups = (
-            (Node(group.devices_per_node, self.options.memory_share * cap, self._kind(group)),)
+            (ClusterNode(group.devices_per_node, self.options.memory_share * cap, self._kind(group)),)
             * group.num_nodes
             for group, cap in zip(self.cluster.groups, caps, strict=True)
         )

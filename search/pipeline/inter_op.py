@@ -37,7 +37,7 @@ import numpy as np
 
 from autoshard.search.pipeline.stage_costs import TOLERANCE, Array, StageTable, prefix_sums
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
-from autoshard.search.pipeline.sweep import Column, Places, Sweep, dominated
+from autoshard.search.pipeline.sweep import Column, LatencySweep, Places, dominated
 
 RELATIVE_GAP = 1e-3
 """Certified gap of a plan, by default. Source: a choice of ours, well below the error of costs."""
@@ -57,11 +57,11 @@ def fastest_cut(problem: InterOpProblem, relative_gap: float = RELATIVE_GAP) -> 
       problem: layers, devices and costs.
       relative_gap: largest share by which the plan may be slower than the best one; 0 for the best one.
     """
-    return _Search(problem).run(relative_gap)
+    return _LimitSearch(problem).run(relative_gap)
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _FoundCut:
     """A cut that was found under a limit."""
 
     stages: tuple[StagePlan, ...]
@@ -88,11 +88,11 @@ class _Interval:
 
 
 @dataclass(eq=False)
-class _Search:
+class _LimitSearch:
     """Bisects limits on the slowest stage until the best plan is proved."""
 
     problem: InterOpProblem
-    best: _Cut | None = None
+    best: _FoundCut | None = None
     by_in_flight: dict[int, Array] = field(default_factory=dict[int, Array])
 
     def run(self, relative_gap: float) -> InterOpPlan | None:
@@ -117,7 +117,7 @@ class _Search:
         found = self._fastest(limit_s, self._useful_s(interval))
         return upper + (self._below(found, interval.above_s) if found is not None else [])
 
-    def _below(self, found: _Cut, above_s: float) -> list[_Interval]:
+    def _below(self, found: _FoundCut, above_s: float) -> list[_Interval]:
         """The plans up to a limit that may be better than the one of least latency."""
         if self.best is None or found.step_s < self.best.step_s:
             self.best = found
@@ -189,7 +189,7 @@ class _Search:
             self.by_in_flight[in_flight] = self.table.reach_in_memory(in_flight)
         return self.by_in_flight[in_flight]
 
-    def _fastest(self, limit_s: float, most_s: float) -> _Cut | None:
+    def _fastest(self, limit_s: float, most_s: float) -> _FoundCut | None:
         """The cut of least latency whose slowest stage stays within a limit, if that latency is less than `most_s`."""
         in_front = self._least_in_front(limit_s, most_s)
         if not len(in_front[-1].num_stages) or in_front[-1].latency_s[0, -1] >= most_s:
@@ -207,18 +207,18 @@ class _Search:
         def lasts(num_behind: int) -> Array:
             return np.minimum(in_time, self._lasts_in_memory(self.problem.held_with(num_behind)))
 
-        columns = Sweep(self.table, self.places, self.transfer_s, lasts, self.max_stages).run(drop)
+        columns = LatencySweep(self.table, self.places, self.transfer_s, lasts, self.max_stages).run(drop)
         return self._read(columns, lasts)
 
     def _least_in_front(self, limit_s: float, most_s: float) -> list[Column]:
         """Per device, and behind all: the least latency of the layers in front of each, one row."""
         lasts = np.minimum(self.table_from_end.reach_in_time(limit_s), self.lasts_from_end)
         transfer_s = self.transfer_s[::-1, ::-1]
-        backwards = Sweep(self.table_from_end, self.places_from_end, transfer_s, lambda _: lasts, 0)
+        backwards = LatencySweep(self.table_from_end, self.places_from_end, transfer_s, lambda _: lasts, 0)
         columns = backwards.run(lambda _, column: column.latency_s >= most_s)
         return [Column(column.num_stages, column.latency_s[:, ::-1]) for column in reversed(columns)]
 
-    def _read(self, columns: list[Column], lasts: Callable[[int], Array]) -> _Cut | None:
+    def _read(self, columns: list[Column], lasts: Callable[[int], Array]) -> _FoundCut | None:
         """The stages of the best entry for all layers and devices."""
         counts, totals_s = columns[0].num_stages, columns[0].latency_s[:, 0]
         if self.problem.num_stages is not None:
@@ -234,7 +234,7 @@ class _Search:
             bottleneck_s = max(bottleneck_s, float(np.diff(self.table.bottleneck_s[option, [k, j]])[0]))
             stages.append(self._stage(option, p, k, j, num_left))
             p, k = end, j
-        return _Cut(tuple(stages), float(totals_s.min()), bottleneck_s)
+        return _FoundCut(tuple(stages), float(totals_s.min()), bottleneck_s)
 
     def _first_stage(
         self, columns: list[Column], lasts: Array, p: int, k: int, num_left: int
@@ -292,7 +292,7 @@ def nearest_cut(problem: InterOpProblem) -> NoCut:
 def _with_more(problem: InterOpProblem, more_bytes: float) -> NoCut | None:
     """A cut that fits devices with more memory, with the caps as they are."""
     nodes = tuple(replace(node, memory_bytes=node.memory_bytes + more_bytes) for node in problem.nodes)
-    found = _Search(replace(problem, nodes=nodes))._fastest(np.inf, np.inf)
+    found = _LimitSearch(replace(problem, nodes=nodes))._fastest(np.inf, np.inf)
     if found is None:
         return None
     return NoCut(tuple(replace(stage, cap_bytes=stage.cap_bytes - more_bytes) for stage in found.stages))

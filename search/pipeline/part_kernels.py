@@ -52,7 +52,7 @@ class PartKernels[Part]:
         if not own:
             return 0.0
         is_rescheduled = self.device.is_rescheduled
-        cut = _Cut(lowered, own, self._loop, self._stacks, is_rescheduled, self.is_program)
+        cut = _AlonePart(lowered, own, self._loop, self._stacks, is_rescheduled, self.is_program)
         alone = with_copies(cut.alone, cut.handed) if self.is_program else cut.alone
         peak = Prediction(alone, limit_bytes, is_rescheduled, alone).peak
         return peak.num_bytes + cut.early_bytes
@@ -186,7 +186,7 @@ class Runs:
         return self.num == 1 < self.whole
 
 
-class _Cut:
+class _AlonePart:
     """Kernels of a part by themselves, with the buffers that they read and make.
 
     A layer of a sum is copied out of the sum's stack before the layer's term is added. If the loop's counter alone says

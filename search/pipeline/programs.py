@@ -48,7 +48,7 @@ def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = Fa
       cut: the positions at which stages begin in its forward phase.
       splits_backward: whether weight gradients have programs of their own.
     """
-    return _Writing(step, assign(step, cut), splits_backward).run()
+    return _StageWriter(step, assign(step, cut), splits_backward).run()
 
 
 def made_ready(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageCut]:
@@ -94,7 +94,7 @@ _KINDS = {
 _NAMES = ("prologue", "forward", "backward", "weight gradient", "update")
 
 
-class _Writing:
+class _StageWriter:
     """Writes the programs of one step."""
 
     def __init__(self, step: PipelineStep, assigned: StageAssignment, splits_backward: bool) -> None:

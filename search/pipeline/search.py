@@ -31,7 +31,7 @@ from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
 from autoshard.search.memory.residuals import has_loops
-from autoshard.search.pipeline.bounds import Bounds, Pipelines
+from autoshard.search.pipeline.bounds import PipelineBounds, Pipelines
 from autoshard.search.pipeline.drafts import (
     APART,
     GAP,
@@ -104,7 +104,7 @@ class PipelineOptions:
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class Kind(NamedTuple):
+class PipelineKind(NamedTuple):
     """Pipelines of a step in parts that are cut into stages together.
 
     Attributes:
@@ -120,7 +120,7 @@ class Kind(NamedTuple):
     options: DraftOptions
 
     @staticmethod
-    def rank(one: "Kind") -> tuple[float, int, Shapes, bool]:
+    def rank(one: "PipelineKind") -> tuple[float, int, Shapes, bool]:
         """Sorts kinds by their bound; of equal ones, a stage on each worker comes first."""
         return one.bound_s, one.num_replicas, one.shapes, one.options.shares_workers
 
@@ -254,7 +254,9 @@ class PipelineSearch:
         parts = self._parts(count)
         self._check_layers(parts)
         self._take_work_from(parts)
-        left = self._improvable([parts], sorted(self._worth_a_look(parts), key=Kind.rank), 1.0, cutoff_s)
+        left = self._improvable(
+            [parts], sorted(self._worth_a_look(parts), key=PipelineKind.rank), 1.0, cutoff_s
+        )
         if left and not self._is_late and max(prod(shape) for one in left for shape in one.shapes) > 1:
             split = parts.with_split_parameters
             self._improvable([split], left, 1.0, cutoff_s)
@@ -266,9 +268,9 @@ class PipelineSearch:
         if self.prepared.bounds is None and isinstance(self.cluster, Cluster):
             shape = min(min(shapes) for _, shapes in self._meshes(parts.count))
             work = StepWork.of(parts.solution(shape).on_mesh)
-            self.prepared.bounds = Bounds(self.step, self.cluster, work)
+            self.prepared.bounds = PipelineBounds(self.step, self.cluster, work)
 
-    def _worth_a_look(self, parts: Parts) -> Iterator[Kind]:
+    def _worth_a_look(self, parts: Parts) -> Iterator[PipelineKind]:
         """The pipelines of a step in parts that may be faster than the best plan: those with a stage on each worker by their
         number of replicas, all others one by one. Meshes of the most promising families are solved first; when the time is
         over, no other mesh is."""
@@ -323,10 +325,10 @@ class PipelineSearch:
         divides = num_workers(name, stages) * size == total and len(self.cluster.groups) == 1
         return replace(options, schedule=name, stages=stages) if divides else None
 
-    def _kind(self, parts: Parts, num_replicas: int, shapes: Shapes, options: DraftOptions) -> Kind:
-        return Kind(self._bound_s(parts, num_replicas, shapes), num_replicas, shapes, options)
+    def _kind(self, parts: Parts, num_replicas: int, shapes: Shapes, options: DraftOptions) -> PipelineKind:
+        return PipelineKind(self._bound_s(parts, num_replicas, shapes), num_replicas, shapes, options)
 
-    def _recomputing(self, parts: Parts, left: Sequence[Kind], cutoff_s: float) -> None:
+    def _recomputing(self, parts: Parts, left: Sequence[PipelineKind], cutoff_s: float) -> None:
         """Looks for better pipelines that recompute."""
         if not left or self.options.remat == "never":
             return
@@ -348,10 +350,10 @@ class PipelineSearch:
     def _improvable(
         self,
         among: Sequence[Parts],
-        left: Sequence[Kind],
+        left: Sequence[PipelineKind],
         times: float,
         cutoff_s: float,
-    ) -> list[Kind]:
+    ) -> list[PipelineKind]:
         """Drafts pipelines of each kind, and takes better ones.
 
         Args:
@@ -363,7 +365,7 @@ class PipelineSearch:
         Returns:
           The kinds that may be faster with less in memory, with their bounds.
         """
-        looked_at = list[tuple[Kind, Drafting, Draft | None]]()
+        looked_at = list[tuple[PipelineKind, Drafting, Draft | None]]()
         for kind, cluster in product(left, self.cluster.orders):
             if kind.bound_s * times >= min(self._best_s, cutoff_s):
                 self.skipped_s = min(self.skipped_s, kind.bound_s * times)
@@ -381,12 +383,12 @@ class PipelineSearch:
             if not self._takes(draft)
         ]
         self.uncut += [drafting.problem for _, drafting, draft in looked_at if draft is None]
-        improvable = dict[Kind, float]()
+        improvable = dict[PipelineKind, float]()
         for kind, drafting, draft in looked_at:
             least_s = self._saving_s(drafting, None if drafting in misfits else draft)
             improvable[kind] = min(max(kind.bound_s, least_s), improvable.get(kind, inf))
         found = [kind._replace(bound_s=least_s) for kind, least_s in improvable.items() if least_s < inf]
-        return sorted(found, key=Kind.rank)
+        return sorted(found, key=PipelineKind.rank)
 
     def _takes(self, draft: Draft) -> bool:
         """Works out a draft that promises to be better than the best pipeline, and takes it if it is; false if it does not

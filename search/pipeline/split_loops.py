@@ -30,7 +30,7 @@ from autoshard.search.memory.written import Written
 from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep
 from autoshard.search.pipeline.stage_cut import StageCut
 
-Bounds = tuple[int, ...]
+IterationBounds = tuple[int, ...]
 """The first iterations of the parts of a loop, and the end of the last one."""
 
 
@@ -55,7 +55,7 @@ def is_of_layers(step: PipelineStep, op: Op) -> bool:
 
 def between_ops(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageCut]:
     """The step with its loops cut where a cut goes through them, and the cut of the new forward ops."""
-    bounds: dict[Op, Bounds] = {}
+    bounds: dict[Op, IterationBounds] = {}
     firsts: list[tuple[Op, int]] = []
     position = 0
     for op in step.forward_ops:
@@ -80,13 +80,13 @@ class _Splitting:
       loops: by loop and first iteration, the loop over a part.
     """
 
-    def __init__(self, step: PipelineStep, bounds: dict[Op, Bounds]) -> None:
+    def __init__(self, step: PipelineStep, bounds: dict[Op, IterationBounds]) -> None:
         self.step, self.bounds = step, bounds
         self.body = Written(step.values, SCOPE)
         self.sliced: list[Op] = []
         self.once: set[int] = set()
         self.like = dict(step.like)
-        self.parts: dict[int, tuple[tuple[int, ...], Bounds]] = {}
+        self.parts: dict[int, tuple[tuple[int, ...], IterationBounds]] = {}
         self.whole: set[int] = set()
         self.slices: dict[tuple[Atom, int, int], Atom] = {}
         self.loops: dict[tuple[Op, int], Op] = {}
@@ -113,14 +113,14 @@ class _Splitting:
             like=self.like,
         )
 
-    def _bounds_of_stacks(self, op: Op) -> Bounds | None:
+    def _bounds_of_stacks(self, op: Op) -> IterationBounds | None:
         """The iterations at which a backward loop is cut, if it reads stacks that are made in parts."""
         if op.name != "scan" or not op.params["reverse"]:
             return None
         stacks = op.inputs[sum(op.loop_counts) :]
         return next((self.parts[v][1] for v in stacks if isinstance(v, int) and v in self.parts), None)
 
-    def _split(self, op: Op, bounds: Bounds) -> None:
+    def _split(self, op: Op, bounds: IterationBounds) -> None:
         """Appends the loops over parts of a loop's iterations, in the order in which they run."""
         num_carry = op.loop_counts[1]
         self._put_together([v for v in op.operands if v in self.parts and self.parts[v][1] != bounds], op)

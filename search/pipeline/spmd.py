@@ -34,7 +34,7 @@ def written(traced: Step, step: PipelineStep, num_workers: int, stages_per_worke
       InputError: there is no loop over so many equal layers.
     """
     loops = layer_loops(step, num_workers * stages_per_worker)
-    return _Writing(traced, step, loops).run(num_workers, stages_per_worker)
+    return _SpmdWriter(traced, step, loops).run(num_workers, stages_per_worker)
 
 
 def check_has_loops(step: Step) -> None:
@@ -93,7 +93,7 @@ def _is_backward(op: Op, lengths: set[int], stacks: set[int]) -> bool:
     )
 
 
-class _Writing:
+class _SpmdWriter:
     """Writes the parts of one step.
 
     Attributes:

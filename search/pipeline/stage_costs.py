@@ -43,7 +43,7 @@ class Submesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """A node of the cluster.
 
     Attributes:

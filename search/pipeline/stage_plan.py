@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.cost_model.units import format_bytes
-from autoshard.search.pipeline.stage_costs import Array, Node, StageOption, Submesh
+from autoshard.search.pipeline.stage_costs import Array, ClusterNode, StageOption, Submesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class InterOpProblem:
       links: the link to each device from the one before it; if empty, there are two: inside a node, and between nodes.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[ClusterNode, ...]
     options: tuple[StageOption, ...]
     num_microbatches: int
     in_flight: tuple[int, ...]

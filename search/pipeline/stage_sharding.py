@@ -40,7 +40,7 @@ def stage_sharding(
       stage: the stage.
       pinned: pytree paths of arguments that are not split over replicas.
     """
-    return _Spelling(intra_op, step, programs, stage, frozenset(pinned)).run()
+    return _StageSpecs(intra_op, step, programs, stage, frozenset(pinned)).run()
 
 
 def split_over_replicas(
@@ -65,7 +65,7 @@ def split_over_replicas(
 
 
 @dataclass(frozen=True, eq=False)
-class _Spelling:
+class _StageSpecs:
     """Decides the specs of one stage."""
 
     intra_op: IntraOp

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.search.pipeline.stage_costs import TOLERANCE, Array, Node, StageTable, Submesh
+from autoshard.search.pipeline.stage_costs import TOLERANCE, Array, ClusterNode, StageTable, Submesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +44,7 @@ class Places:
         return len(self.options)
 
     @classmethod
-    def of(cls, nodes: Sequence[Node], table: StageTable) -> "Places":
+    def of(cls, nodes: Sequence[ClusterNode], table: StageTable) -> "Places":
         """All places on nodes in a row."""
         starts = np.concatenate([[0], np.cumsum([node.num_devices for node in nodes])])
         found: list[list[tuple[int, int]]] = [[] for _ in range(int(starts[-1]))]
@@ -121,7 +121,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sweep:
+class LatencySweep:
     """The inputs of F.
 
     Attributes:

@@ -26,7 +26,7 @@ SCHEMA = "autoshard.plan/2"
 NOT_SAVED = ("search_s", "is_sealed")
 """Fields of a plan that its file does not have."""
 
-WANTED = MappingProxyType(
+EXPECTED = MappingProxyType(
     {
         "string_type": "text",
         "int_type": "a whole number",
@@ -137,7 +137,7 @@ def _message(kind: str, path: Sequence[int | str], value: Any, message: str, pla
     where = f"{place}: {_joined(path)}" if path else place
     if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{where} is missing"
-    wanted = f"must be {WANTED[kind]}" if kind in WANTED else f"is not as it should be ({message})"
+    wanted = f"must be {EXPECTED[kind]}" if kind in EXPECTED else f"is not as it should be ({message})"
     return f"{where} {wanted}, got {json.dumps(value)[:60]}"
 
 

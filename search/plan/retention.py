@@ -17,7 +17,7 @@ from itertools import groupby
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.graph import Graph, Phase, Site, walk
 from autoshard.search.memory.loop_offload import may_leave_loop
-from autoshard.search.memory.loop_segments import Segments, check_segments, cut_loop, segments_site
+from autoshard.search.memory.loop_segments import LoopSegments, check_segments, cut_loop, segments_site
 from autoshard.search.plan.names import scoped_name, unique
 from autoshard.search.problem.folding import FoldedProgram
 
@@ -119,7 +119,7 @@ class RetentionCodec:
                 found[how].update(some)
         return frozenset(found["remat"]), frozenset(found["offload"])
 
-    def _cut(self, loop: Site, segments: Segments, place: str) -> Site:
+    def _cut(self, loop: Site, segments: LoopSegments, place: str) -> Site:
         """The site of a loop that is cut into segments.
 
         Raises:
@@ -138,17 +138,17 @@ def _asked(sites: Iterable[Site], offloaded: Iterable[Site]) -> dict[tuple[str, 
     return dict(sorted(asked.items(), reverse=True))
 
 
-def _segments_text(segments: Segments) -> str:
+def _segments_text(segments: LoopSegments) -> str:
     end = "" if segments.end is None else f" before {segments.end}"
     return f" in segments of {', '.join(map(str, segments.lengths))}{end}"
 
 
-def _without_segments(text: str) -> tuple[str, Segments | None]:
+def _without_segments(text: str) -> tuple[str, LoopSegments | None]:
     """A decision without its segments, and the segments."""
     match = _IN_SEGMENTS.fullmatch(text)
     if match is None:
         return text, None
-    return match[1], Segments(tuple(map(int, match[2].split(", "))), int(match[3]) if match[3] else None)
+    return match[1], LoopSegments(tuple(map(int, match[2].split(", "))), int(match[3]) if match[3] else None)
 
 
 def _in_program_order(repeats: Mapping[Site, int], graph: Graph) -> dict[Site, range]:

@@ -83,9 +83,9 @@ class _Spelling:
                 if self.program.values[v].shape and self._decides(op, op_class, r):
                     named = self.named_sums.get(v)
                     made = self.paths.made(v)
-                    imposed = self._imposed(op_class, r, made) if named is None else (made,)
+                    constrained = self._constrained_specs(op_class, r, made) if named is None else (made,)
                     way = self.paths.to_rest(v) or named or ()
-                    specs = (*imposed, *(step.after for step in way if step.is_imposed))
+                    specs = (*constrained, *(step.after for step in way if step.is_constrained))
                     if specs:
                         found |= dict.fromkeys(places, specs)
                     if v in self.waited:
@@ -107,7 +107,7 @@ class _Spelling:
         is_split = any(d > WHOLE for spec in specs for d in spec)
         return is_split and all(divides(s, n, self.mesh_shape) for s, n in zip(specs, shapes, strict=True))
 
-    def _imposed(self, op_class: int, result: int, made: Spec) -> tuple[Spec, ...]:
+    def _constrained_specs(self, op_class: int, result: int, made: Spec) -> tuple[Spec, ...]:
         return (made,) if made.count(PARTIAL) <= 1 or (op_class, result) in self.summed else ()
 
     def _decides(self, op: FlatOp, op_class: int, result: int) -> bool:
@@ -120,7 +120,7 @@ class _Spelling:
         for i, op in enumerate(self.program.ops):
             for operand, place in enumerate(op.operand_places):
                 reshard = self._left(op.operands[operand], self.paths.to_reader(i, operand))
-                if any(s.is_imposed for s in reshard.path):
+                if any(s.is_constrained for s in reshard.path):
                     found[place] = reshard
             for v, place in op.after:
                 if (read := self.paths.first_read(v)) is not None:

@@ -18,7 +18,7 @@ from autoshard.search.ir.sharding import Place, StepSharding
 from autoshard.search.problem.likeness import Likeness, Passed, UnlikeError
 
 
-class Cut:
+class BlockCut:
     """Leaves blocks out of a step and its sharding."""
 
     def __init__(self, step: Step, sharding: StepSharding, likeness: Likeness) -> None:

@@ -16,7 +16,7 @@ from itertools import chain, pairwise
 from autoshard.search.ir.graph import Likes, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.problem.blocks import find_blocks
-from autoshard.search.problem.cut import Cut
+from autoshard.search.problem.cut import BlockCut
 from autoshard.search.problem.likeness import Likeness, UnlikeError
 
 NUM_REPRESENTATIVES = 4
@@ -70,7 +70,7 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
     ]
     if not runs:
         return None
-    labels = _Labels(step, likeness, runs)
+    labels = _Labelling(step, likeness, runs)
     try:
         return Shortened(labels.of_few(), labels.of_whole, labels.of_pairs)
     except UnlikeError:
@@ -86,7 +86,7 @@ def _runs(alike: Sequence[int]) -> list[Sequence[int]]:
     return [within[start:end] for start, end in pairwise(ends)]
 
 
-class _Labels:
+class _Labelling:
     """Records on ops and arguments which ops and arguments they correspond to."""
 
     def __init__(self, step: Step, likeness: Likeness, runs: Sequence[Sequence[int]]) -> None:
@@ -116,7 +116,7 @@ class _Labels:
         repeats = {run[0]: len(run) for run in runs}
         alike = dict(chain.from_iterable(self._alike_arguments(run).items() for run in runs))
         labelled = self._labelled(repeats, alike, gone)
-        return Cut(labelled, _NO_SHARDING, self.likeness).without(gone)[0]
+        return BlockCut(labelled, _NO_SHARDING, self.likeness).without(gone)[0]
 
     def _labelled(
         self, repeats: Mapping[int, int], alike: Mapping[int, tuple[str, ...]], gone: Container[int]

@@ -178,7 +178,7 @@ def test_each_option_of_the_decorator_may_be_left_out():
 def test_each_option_of_a_public_function_has_a_type(face):
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     options = {p.name for p in inspect.signature(face).parameters.values() if p.kind is keyword_only}
-    assert options <= option_types.WANTED.keys()
+    assert options <= option_types.OPTION_TYPES.keys()
 
 
 def test_type_checkers_see_the_options_of_the_decorator():

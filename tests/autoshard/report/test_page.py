@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from autoshard import cli
-from autoshard.report.argument_tree import Node, tree
+from autoshard.report.argument_tree import ArgumentNode, tree
 from autoshard.report.worker_memory import held
 from autoshard.search.pipeline.timeline import simulated
 from autoshard.search.plan.plan import Candidate, Plan
@@ -199,7 +199,7 @@ def test_a_plan_of_an_earlier_version_has_a_page_without_a_profile():
 # --- arguments
 
 
-def names(node: Node, path: str = "") -> list[str]:
+def names(node: ArgumentNode, path: str = "") -> list[str]:
     """The paths of all arguments that a tree stands for."""
     found = re.search(r"(\d+)-(\d+)", node.label)
     numbers = range(int(found[1]), int(found[2]) + 1) if found else [None]

@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.trace import trace
-from autoshard.search.memory.loop_segments import Segments, segments_site
+from autoshard.search.memory.loop_segments import LoopSegments, segments_site
 from autoshard.search.plan.retention import RetentionCodec
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
@@ -139,9 +139,9 @@ LOOPS = RetentionCodec(fold(flatten(RECURRENCE)))
 @pytest.mark.parametrize(
     ("segments", "text"),
     [
-        (Segments((8,)), "remat in segments of 8"),
-        (Segments((16, 4)), "remat in segments of 16, 4"),
-        (Segments((16, 4), 48), "remat in segments of 16, 4 before 48"),
+        (LoopSegments((8,)), "remat in segments of 8"),
+        (LoopSegments((16, 4)), "remat in segments of 16, 4"),
+        (LoopSegments((16, 4), 48), "remat in segments of 16, 4 before 48"),
     ],
 )
 def test_a_loop_may_be_cut_into_segments(segments, text):
