@@ -283,21 +283,21 @@ class _AgendaBuilder:
 
     def _send(self, names: Iterable[Name]) -> None:
         """Sends values to all their readers."""
-        ways: dict[Slot, Slot] = {}
+        moves: dict[Slot, Slot] = {}
         for name in names:
             source = self._home(name)
             for target in self._readers.get(name, ()):
                 before, after = self._slot(name, source), self._slot(name, target)
                 if before != after:
-                    ways[after] = before
-        self._sending(ways)
+                    moves[after] = before
+        self._sending(moves)
 
-    def _sending(self, ways: Mapping[Slot, Slot]) -> None:
+    def _sending(self, moves: Mapping[Slot, Slot]) -> None:
         """Sends to each slot (key) the contents of another slot (value)."""
-        if ways:
-            values = [self.held[slot].array for slot in ways.values()]
-            way = RepeatedTransfer(values, [self.held[slot].array.sharding for slot in ways])
-            self.made.append(Sending("send", way, tuple(ways.values()), tuple(ways)))
+        if moves:
+            values = [self.held[slot].array for slot in moves.values()]
+            transfer = RepeatedTransfer(values, [self.held[slot].array.sharding for slot in moves])
+            self.made.append(Sending("send", transfer, tuple(moves.values()), tuple(moves)))
 
     def _finish_sums(self) -> None:
         """Adds the sums of workers and replicas together, and sends the totals."""
@@ -330,16 +330,16 @@ class _AgendaBuilder:
         results = list(zip(self.programs.results, replaces, strict=True))
         made = [self._made(atom, replaced) for atom, replaced in results]
         kept = (slot for n, slot in enumerate(entering) if n not in replaces)
-        taken, ways, leaving = {*self.contents, *kept}, dict[Slot, Slot](), list[Slot]()
+        taken, moves, leaving = {*self.contents, *kept}, dict[Slot, Slot](), list[Slot]()
         for slot, (_, replaced) in zip(made, results, strict=True):
             wanted = self.held[slot] if replaced is None else self._rests(replaced)
             if slot in taken or wanted != self.held[slot]:
                 leaving.append(new := self._new_slot(wanted))
-                ways[new] = slot
+                moves[new] = slot
             else:
                 leaving.append(slot)
                 taken.add(slot)
-        self._sending(ways)
+        self._sending(moves)
         return tuple(
             self._shared(slot, atom) if replaced is None and isinstance(atom, int) else slot
             for slot, (atom, replaced) in zip(leaving, results, strict=True)

@@ -36,10 +36,10 @@ from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.reconciliation import ContradictionError, Reconciled, reconciled
 from autoshard.search.plan.retention import CoarseError, RetentionCodec
 from autoshard.search.plan.shardings import step_sharding
+from autoshard.search.problem.equivalence import folded_like
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
-from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.shortening import Shortened, shortened
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock

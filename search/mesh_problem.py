@@ -25,11 +25,11 @@ from autoshard.search.memory.offload import Offloaded, offloaded
 from autoshard.search.memory.recompute import recomputed
 from autoshard.search.plan.decisions import DecisionCodec, allowed_by_pins
 from autoshard.search.problem.costs import CostedGraph, price
+from autoshard.search.problem.equivalence import folded_like
 from autoshard.search.problem.flat_program import FlatProgram, flatten
 from autoshard.search.problem.folding import FoldedProgram, fold, separate
 from autoshard.search.problem.fusion import Fusion, expensive_itemsize
 from autoshard.search.problem.kernels import Kernels, kernels
-from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.live_ranges import LiveRange, LiveRanges
 from autoshard.search.problem.memory_rows import Memory, Peak
 from autoshard.search.problem.op_groups import op_groups

@@ -241,7 +241,7 @@ class Microbatch:
                 like.scope,
                 source,
                 {},
-                like.likes,
+                like.equivalence,
             )
         )
         return outputs

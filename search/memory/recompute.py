@@ -160,9 +160,10 @@ class _Recomputing:
         ties = (*self.debts.due(), *(() if arrived is None else (arrived,)))
         inputs = tuple(dict.fromkeys((*kept, *ties)))
         results = tuple(self.written.values[a] for a in inputs)
-        source, likes = (self.reader.source_info, self.reader.likes) if self.reader else (None, None)
+        reader = self.reader
+        source, equivalence = (reader.source_info, reader.equivalence) if reader else (None, None)
         barrier = Op(
-            _jax.optimization_barrier_p, {}, inputs, (), results, Phase.BACKWARD, "", source, {}, likes
+            _jax.optimization_barrier_p, {}, inputs, (), results, Phase.BACKWARD, "", source, {}, equivalence
         )
         return copied(self.written, barrier, inputs)[: len(kept)]
 

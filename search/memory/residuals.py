@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.cost_model.compute import kernel_s
-from autoshard.search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step, walk
+from autoshard.search.ir.graph import EFFECTFUL, Equivalence, Graph, Op, Phase, Role, Site, Step, walk
 from autoshard.search.ir.sharding import Place
 from autoshard.search.memory.loop_pairs import loop_pairs
 from autoshard.search.memory.loop_segments import LoopSegments, cut_loop, obstacle, segments_site
@@ -283,7 +283,7 @@ class _Ledger:
         results: Sequence[int],
         num_bytes: Sequence[float],
         keep_s: Sequence[float] = (),
-        likes: Likes | None = None,
+        equivalence: Equivalence | None = None,
     ) -> None:
         """Adds an op or a carry; a value that is not stored has infinitely many bytes.
 
@@ -292,7 +292,7 @@ class _Ledger:
         each = [*zip(results, num_bytes, keep_s or (0.0,) * len(results), strict=True)]
         for is_stored in sorted({bool(np.isfinite(n)) for n in num_bytes} or {False}):
             own = [(v, n, s) for v, n, s in each if np.isfinite(n) == is_stored]
-            self._add(site, seconds, operands, own, is_stored, likes)
+            self._add(site, seconds, operands, own, is_stored, equivalence)
 
     def _add(
         self,
@@ -301,12 +301,16 @@ class _Ledger:
         operands: Sequence[int],
         results: Sequence[tuple[int, float, float]],
         is_stored: bool,
-        likes: Likes | None,
+        equivalence: Equivalence | None,
     ) -> None:
         op = len(self.sites)
         self.sites.append(site)
         self.is_stored.append(is_stored)
-        self.blocks.append((likes.block, likes.repeats) if likes and likes.block >= 0 else (-1 - op, 1))
+        self.blocks.append(
+            (equivalence.block, equivalence.repeats)
+            if equivalence and equivalence.block >= 0
+            else (-1 - op, 1)
+        )
         self.op_s.append(seconds if is_stored else 0.0)
         self.reads.append([self.number[v] for v in operands if v in self.number])
         self.number.update({v: len(self.number) + n for n, (v, _, _) in enumerate(results)})
@@ -343,8 +347,8 @@ class _Reader:
         """The residuals of a graph that holds both phases."""
         loops, ledger = loop_pairs(graph), _Ledger()
         forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
-        free = self._free(path, graph, forward)
-        kept = self._handed_on(path, graph, [i for i in forward if i not in free]) | _passed_on(
+        of_arguments = self._of_arguments(path, graph, forward)
+        kept = self._handed_on(path, graph, [i for i in forward if i not in of_arguments]) | _passed_on(
             graph, forward
         )
         for i in forward:
@@ -356,7 +360,7 @@ class _Reader:
                 num_bytes = [np.inf if v is None else self._relief(v) for v in arrays]
                 is_light = site in self._light_at
                 keep_s = [self._passes.keep_s(v) if is_light and v is not None else 0.0 for v in arrays]
-                ledger.add(own, seconds, op.operands, op.outputs, num_bytes, keep_s, op.likes)
+                ledger.add(own, seconds, op.operands, op.outputs, num_bytes, keep_s, op.equivalence)
         needed = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
         return ledger.residuals(needed, is_loop=False)
 
@@ -513,22 +517,22 @@ class _Reader:
             for place in places
         }
 
-    def _free(self, path: Site, graph: Graph, forward: Sequence[int]) -> set[int]:
+    def _of_arguments(self, path: Site, graph: Graph, forward: Sequence[int]) -> set[int]:
         """Light ops on constants and on arguments other than the batch (parameters, state, keys)."""
         known = {v for v, _ in graph.constants}
         if not path:
             arguments = self.program.step.arguments
             known |= {v for v, a in zip(graph.inputs, arguments, strict=True) if a.role is not Role.BATCH}
-        free: set[int] = set()
+        of_arguments: set[int] = set()
         for i in forward:
             op = graph.ops[i]
             is_light = op.is_transfer or (*path, i) not in self._heavy
             if known.issuperset(op.operands) and not op.bodies and is_light:
                 known.update(op.outputs)
-                free.add(i)
+                of_arguments.add(i)
             elif op.name == BARRIER:
                 known.update(v for a, v in zip(op.inputs, op.outputs, strict=True) if a in known)
-        return free
+        return of_arguments
 
     @cached_property
     def _heavy(self) -> frozenset[Site]:
@@ -606,7 +610,7 @@ def _passed_on(graph: Graph, forward: Sequence[int]) -> set[int]:
 
 
 def _block(op: Op) -> int | None:
-    return None if op.likes is None else op.likes.block
+    return None if op.equivalence is None else op.equivalence.block
 
 
 def _must_stay(op: Op) -> bool:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from autoshard.search.ir.graph import EFFECTFUL, Atom, Op, Phase, Role, Site, Step, Value
 from autoshard.search.ir.sharding import Place
-from autoshard.search.ir.sinking import LIGHT
+from autoshard.search.ir.sinking import CHEAP
 from autoshard.search.memory.microbatch_body import INDEX
 from autoshard.search.memory.microbatches import loop_over_microbatches, looped
 from autoshard.search.memory.written import Written
@@ -40,7 +40,7 @@ from autoshard.search.memory.written import Written
 SCOPE = "pipeline"
 """The name scope of ops that the pipeline adds."""
 
-_TAKES = LIGHT | {"slice", "dynamic_slice", "concatenate", "pad"}
+_TAKES = CHEAP | {"slice", "dynamic_slice", "concatenate", "pad"}
 """Primitives that cost no more than a read of their results."""
 
 
@@ -203,9 +203,9 @@ class PipelineStep:
         found: set[Op] = set()
         for op in self.ops:
             in_body = all(map(self.is_of_microbatch, op.outputs))
-            is_cheap = op.name in _TAKES or (not in_body and _is_scalar(op.result_values))
-            is_light = is_cheap and not op.bodies and op.name not in EFFECTFUL
-            if is_light and handed_on.isdisjoint(op.outputs):
+            is_a_read = op.name in _TAKES or (not in_body and _is_scalar(op.result_values))
+            is_cheap = is_a_read and not op.bodies and op.name not in EFFECTFUL
+            if is_cheap and handed_on.isdisjoint(op.outputs):
                 read = [v for v in op.operands if v not in made]
                 if self.of_microbatch.isdisjoint(read) if in_body else small.issuperset(read):
                     found.add(op)

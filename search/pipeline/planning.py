@@ -275,7 +275,7 @@ def _kind(stage: StageProposal) -> tuple[str, tuple[int, ...]]:
 def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
     """The step with the values that the compiler computes where they are read."""
     fusion, program = problem.live_ranges.fusion, problem.graph.folded.program
-    light = {
+    on_the_fly = {
         place
         for op in program.ops
         if op.op is not None
@@ -283,7 +283,9 @@ def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
         if not fusion.is_stored(v)
         for place in places
     }
-    return replace(step, on_the_fly=frozenset(v for v in step.of_microbatch if step.place_of(v) in light))
+    return replace(
+        step, on_the_fly=frozenset(v for v in step.of_microbatch if step.place_of(v) in on_the_fly)
+    )
 
 
 def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages, offload: Any) -> Plan:

@@ -2,7 +2,7 @@
 
 An op goes into the program of its stage and of its part of the step: prologue, forward, backward, epilogue. A program's
 operands are the values that its ops read and do not make; its results are the values that other programs read. Each program
-makes light values anew. A backward program also computes those forward values again that the compiler would not store if
+makes cheap values anew. A backward program also computes those forward values again that the compiler would not store if
 both passes were one program.
 
 *Prologue and epilogue* may have to wait for other stages. An op's level is the number of hops between stages that lie
@@ -185,7 +185,7 @@ class _StageWriter:
 
     @cached_property
     def _anew(self) -> tuple[int, ...]:
-        """The results that each reader makes anew: constants, and results of light ops."""
+        """The results that each reader makes anew: constants, and results of cheap ops."""
         constants = {v for v, _ in self.step.constants}
         results = dict.fromkeys(self.step.step.graph.made)
         return tuple(v for v in results if v in constants or self.step.maker.get(v) in self.step.duplicated)
@@ -206,8 +206,8 @@ class _StageWriter:
         )
 
     def _is_on_the_fly(self, op: Op) -> bool:
-        light = self.step.on_the_fly
-        return not op.bodies and all(self.step.original(v) in light for v in op.outputs)
+        on_the_fly = self.step.on_the_fly
+        return not op.bodies and all(self.step.original(v) in on_the_fly for v in op.outputs)
 
     def _program(self, place: _Place, ops: Sequence[Op], exported: frozenset[int]) -> StageProgram:
         anew = self._made_anew_at(place)

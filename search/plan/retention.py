@@ -158,7 +158,7 @@ def _in_program_order(repeats: Mapping[Site, int], graph: Graph) -> dict[Site, r
     def block_of(site: Site) -> int | Site:
         index: int = site[0]
         op = graph.ops[index]
-        return site if op.likes is None or op.likes.place is None else op.likes.block
+        return site if op.equivalence is None or op.equivalence.place is None else op.equivalence.block
 
     found: dict[Site, range] = {}
     start = 0

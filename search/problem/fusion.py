@@ -285,7 +285,7 @@ class Fusion:
             return True
         if op.name.startswith("scatter"):
             return not self._is_scattered_into(v)
-        if v in self.layouts.turned or v in self.shared_constants:
+        if v in self.layouts.transposed or v in self.shared_constants:
             return True
         is_overwritten = any(self._is_scattered_into(o) for o in op.operands)
         return is_overwritten or self._is_read_whole(v) or self._is_added_to_product(v)

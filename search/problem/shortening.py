@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 
-from autoshard.search.ir.graph import Likes, Step
+from autoshard.search.ir.graph import Equivalence, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.problem.blocks import find_blocks
 from autoshard.search.problem.cut import BlockCut
@@ -123,18 +123,18 @@ class _Labelling:
     ) -> Step:
         blocks, members = self.likeness.blocks, self.likeness.members
         ops, arguments = list(self.step.graph.ops), list(self.step.arguments)
-        stand_in = {block: run[0] for run in self.runs for block in run}
+        representative = {block: run[0] for run in self.runs for block in run}
         kept = [(i, block) for i, block in enumerate(blocks.of_op) if block is None or block not in gone]
-        likes = {i: Likes(-1 if block is None else block, None, i) for i, block in kept}
+        equivalence = {i: Equivalence(-1 if block is None else block, None, i) for i, block in kept}
         for n, group in enumerate(self.likeness.groups):
             for block in (b for b in group if b not in gone):
-                stands, count = members[stand_in.get(block, block)], repeats.get(block, 1)
+                stands, count = members[representative.get(block, block)], repeats.get(block, 1)
                 for place, i in enumerate(members[block]):
-                    likes[i] = Likes(block, (n, place), stands[place], count)
+                    equivalence[i] = Equivalence(block, (n, place), stands[place], count)
                 for slot, a in self.likeness.arguments_of(block).items():
                     arguments[a] = replace(arguments[a], alike=alike.get(a, ()), place=(n, slot))
-        for i, like in likes.items():
-            ops[i] = replace(ops[i], likes=like)
+        for i, like in equivalence.items():
+            ops[i] = replace(ops[i], equivalence=like)
         graph = replace(self.step.graph, ops=tuple(ops))
         return replace(self.step, graph=graph, arguments=tuple(arguments))
 

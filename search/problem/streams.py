@@ -133,7 +133,7 @@ class Hiding:
         lies_s, inside_s, whole_s = self._gathered_s(edge)
         if hideable.is_forward:
             return whole_s - lies_s if self.traffic.goes_on(edge.target.node) else 0.0
-        reduced_s = inside_s if hideable.way is HideableKind.REDUCTION else 0.0
+        reduced_s = inside_s if hideable.kind is HideableKind.REDUCTION else 0.0
         return np.where(self._reduces(edge), 0.0, reduced_s + np.maximum(lies_s - seconds, 0.0))
 
     def _gathered_s(self, edge: ReshardEdge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

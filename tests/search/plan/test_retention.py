@@ -8,9 +8,9 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.loop_segments import LoopSegments, segments_site
 from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.problem.equivalence import folded_like
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
-from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.shortening import shortened
 from tests.search.recurrence import traced
 from tests.zoo import MAKERS
@@ -119,14 +119,18 @@ def test_of_two_ops_alike_in_every_layer_the_same_one_is_recomputed_in_the_likes
     both = [
         s
         for s in of_few.sites.values()
-        if len(s) > 2 and known[s[1][0]].likes.block == known[s[2][0]].likes.block
+        if len(s) > 2 and known[s[1][0]].equivalence.block == known[s[2][0]].equivalence.block
     ]
     assert both, "layers have two norms"
-    seen = {(n, known[site[0]].likes.block): site for n, sites in enumerate(both) for site in reversed(sites)}
+    seen = {
+        (n, known[site[0]].equivalence.block): site
+        for n, sites in enumerate(both)
+        for site in reversed(sites)
+    }
     first = frozenset(seen.values())
     sites, _ = of_all.read(of_few.decisions(first), "plan")
     stand_ins = [
-        {s.graph.ops[i].likes.stand_in for (i,) in told}
+        {s.graph.ops[i].equivalence.representative for (i,) in told}
         for s, told in ((few.step, first), (few.whole, sites))
     ]
     assert stand_ins[0] == stand_ins[1]

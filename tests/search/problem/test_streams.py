@@ -68,7 +68,7 @@ def test_what_lies_between_activations_is_paid_in_full():
     ways = {}
     for edge, hideables in zip(graph.edges, problem.hiding.traffic.hideables, strict=True):
         ways.setdefault(graph.folded.op(edge.maker[0]).name, set()).update(
-            hideable.way for hideable in hideables
+            hideable.kind for hideable in hideables
         )
     assert ways["tanh"] == set()
     assert ways["dot_general"] <= {HideableKind.REDUCTION}
@@ -99,7 +99,7 @@ def test_on_a_slow_network_reductions_hide_behind_weight_gradients_and_no_more(s
     hidden_s = sum(
         seconds[labels[edge.source.node], labels[edge.target.node]] / (1 - CONTENTION)
         for edge, hideables, seconds in edges
-        if hideables and hideables[0].way is HideableKind.REDUCTION and np.ndim(seconds)
+        if hideables and hideables[0].kind is HideableKind.REDUCTION and np.ndim(seconds)
     )
     device, rows = hiding.costed.device, BATCH // 16
     num_bytes = 4 * (WIDTH**2 + 2 * rows * WIDTH)

@@ -30,7 +30,7 @@ def hideables(found, way, part):
     wanted = (
         hideable
         for hideable in every
-        if hideable.is_counted and hideable.way is way and hideable.pool.part is part
+        if hideable.is_counted and hideable.kind is way and hideable.pool.part is part
     )
     return sorted(wanted, key=lambda hideable: hideable.window)
 
