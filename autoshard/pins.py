@@ -19,14 +19,12 @@ from autoshard.search.memory.offload import may_rest_on_host
 from autoshard.search.plan.argument_paths import Counterparts, ending_in, near, pieces, unfolded, within
 from autoshard.search.plan.decisions import ON_HOST
 from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.text_table import NAMES_IN_A_LINE
 
 Pins = Mapping[str, PartitionSpec | str] | Plan
 
 Precision = tuple[int, bool]
 """How much of an argument's path a pin says: up to which piece, and whether it names it without folding."""
-
-MAX_NAMES = 4
-"""Largest number of arguments that a message names. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,4 +250,4 @@ def _checked(key: str, names: Sequence[str]) -> dict[str, Precision]:
 
 def _some(names: Any) -> str:
     shown = list(names)
-    return ", ".join(shown[:MAX_NAMES]) + ", ..." * (len(shown) > MAX_NAMES)
+    return ", ".join(shown[:NAMES_IN_A_LINE]) + ", ..." * (len(shown) > NAMES_IN_A_LINE)

@@ -31,6 +31,7 @@ from autoshard.search.plan.argument_paths import near
 from autoshard.search.plan.explained import Explanation
 from autoshard.search.plan.peak_band import compiled_as
 from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.text_table import NAMES_IN_A_LINE
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.op_rules import primitives_without_rule
 from autoshard.user_warning import warn
@@ -39,10 +40,6 @@ LARGE_BYTES = 1 << 20
 LARGE_SHARE = 0.05
 """Smallest size of possible state or of constants, as a share of all arguments' bytes and not below `LARGE_BYTES`, that is
 worth a warning. Source: a choice of ours."""
-
-
-MAX_NAMES = 4
-"""Largest number of decisions that a warning names. Source: a choice of ours."""
 
 
 def traced(
@@ -376,7 +373,9 @@ def _change_of_estimates(plan: Plan, found: driver.SearchResult, place: str) -> 
 
 def _some(names: Sequence[str]) -> str:
     """The first few names."""
-    return ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
+    return ", ".join(names[:NAMES_IN_A_LINE]) + f" and {len(names) - NAMES_IN_A_LINE} more" * (
+        len(names) > NAMES_IN_A_LINE
+    )
 
 
 def given_bytes(memory: str | int, cluster: AnyCluster) -> int:

@@ -25,15 +25,13 @@ from autoshard.cost_model import errors
 from autoshard.cost_model.errors import AutoshardError, InputError
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step
+from autoshard.search.plan.text_table import NAMES_IN_A_LINE
 
 WAIT_MS = 1000
-"""Longest wait before Python can handle Ctrl-C. Source: a choice of ours."""
+"""Longest wait before Python can handle Ctrl-C. Source: a user notices longer ones (`autoshard.progress.NOTICED_S`)."""
 
 NUM_DIGITS = 16
 """Hexadecimal digits of a digest, as many as in a step's fingerprint."""
-
-MAX_NAMED = 4
-"""Largest number of processes that a message names. Source: a choice of ours."""
 
 
 class HasJson(Protocol):
@@ -171,6 +169,6 @@ def _heard(key: str) -> str:
 
 
 def _named(processes: Sequence[int]) -> str:
-    few = ", ".join(map(str, processes[:MAX_NAMED]))
-    more = f" and {len(processes) - MAX_NAMED} more" * (len(processes) > MAX_NAMED)
+    few = ", ".join(map(str, processes[:NAMES_IN_A_LINE]))
+    more = f" and {len(processes) - NAMES_IN_A_LINE} more" * (len(processes) > NAMES_IN_A_LINE)
     return f"process{'es' * (len(processes) > 1)} {few}{more}"

@@ -28,9 +28,6 @@ FRAME = "width:100%;height:640px;border:0"
 MAX_COLLECTIVES = 60
 """Lines of collectives: of a pipeline, each stage has its own."""
 
-MAX_OPTIONS = 1000
-"""Letters of the options: there may be a pin for each argument."""
-
 SAME = 1e-6
 """Relative difference of times that are one, as the solver adds them up in another order."""
 

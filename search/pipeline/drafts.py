@@ -40,11 +40,9 @@ GAP = 0.01
 APART = tuple(name for name, family in FAMILIES.items() if not family.shares_workers)
 """The families with one stage on each worker. One cut suits all of them."""
 
-SHARED = tuple(name for name, family in FAMILIES.items() if family.shares_workers)
-"""The families with several stages on each worker."""
-
 VIRTUAL_STAGES = 2
-"""Stages per worker in a family that leaves their number open. Source: a choice of ours, the fewest there can be."""
+"""Stages per worker in a family that leaves their number open. Source: the families' definitions; with one, interleaved
+1F1B is 1F1B, and a circular pipeline is GPipe."""
 
 
 def num_workers(schedule: str, num_stages: int) -> int:

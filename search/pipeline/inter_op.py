@@ -39,9 +39,6 @@ from autoshard.search.pipeline.stage_costs import TOLERANCE, Array, StageTable, 
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
 from autoshard.search.pipeline.sweep import Column, LatencySweep, Places, dominated
 
-RELATIVE_GAP = 1e-3
-"""Certified gap of a plan, by default. Source: a choice of ours, well below the error of costs."""
-
 NARROW = 1.001
 """An interval whose ends differ by less than this factor is not bisected, but tried from its upper end. Source: a
 choice of ours."""
@@ -50,7 +47,7 @@ NEAREST = 0.01
 """Precision of the least additional memory in a message, as a share of the cap. Source: a choice of ours."""
 
 
-def fastest_cut(problem: InterOpProblem, relative_gap: float = RELATIVE_GAP) -> InterOpPlan | None:
+def fastest_cut(problem: InterOpProblem, relative_gap: float) -> InterOpPlan | None:
     """The fastest cut into stages that fits; None if none does.
 
     Args:

@@ -52,7 +52,8 @@ from autoshard.search.pipeline.stage_plan import InterOpProblem, NoCut
 from autoshard.search.pipeline.step_work import StepWork
 
 MAX_MICROBATCHES = 1024
-"""Source: a choice of ours; schedules have tasks for each of them on each stage."""
+"""Largest number of microbatches of a replica. Source: a choice of ours; schedules have tasks for each of them on each
+stage."""
 
 MEMORY_BOUND_SLOWDOWN = 0.02
 """Least relative slowdown by the cap at which stages that recompute are tried. Source: a choice of ours; they take back

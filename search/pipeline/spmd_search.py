@@ -34,7 +34,7 @@ from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.plan.text_table import plural
 
 STAGES_PER_WORKER = {"gpipe": 1, "circular": 2}
-"""Stages of a worker, by schedule. Source: a choice of ours, the fewest there can be."""
+"""Stages of a worker, by schedule. Source: the schedules' definitions; a circular pipeline of one is GPipe."""
 
 
 @dataclass(frozen=True, slots=True)

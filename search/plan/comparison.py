@@ -16,20 +16,18 @@ from autoshard.search.plan.argument_lines import argument_lines
 from autoshard.search.plan.differences import SIGNS, Difference, differences
 from autoshard.search.plan.edits import is_edited
 from autoshard.search.plan.summary import stage_meshes, time_parts, whole_mesh
-from autoshard.search.plan.text_table import aligned, fitted, more_of, plural
+from autoshard.search.plan.text_table import LINES_OF_A_LIST, aligned, fitted, more_of, plural
 from autoshard.search.plan.values import Collective, PlanValues
 
 LEAST_SHARE = 1e-3
-"""Of a total, by how much a part must differ to be shown. Source: a choice of ours."""
+"""Smallest share of a total by which a part must differ to be shown. Derived: the smallest that is printed, with one
+decimal of a percentage."""
 
 ABSENT = "-"
 """In place of a decision that a plan does not have."""
 
 BAR = "\\|"
 """A bar inside a cell of a Markdown table."""
-
-MAX_DECISIONS = 8
-"""Decisions of one group that the text lists. Source: a choice of ours; Markdown and JSON list all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +258,7 @@ def _decisions(found: Sequence[Difference]) -> list[str]:
 
 
 def _group(group: str, members: Sequence[Difference]) -> list[str]:
-    shown = members[:MAX_DECISIONS]
+    shown = members[:LINES_OF_A_LIST]
     rows = [(f"{SIGNS[one.kind]} {one.name}", _pair(one)) for one in shown]
     return [
         f"{group} (this | other): {_counts(members)}",

@@ -16,7 +16,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from autoshard.cost_model.units import format_bytes, format_seconds
-from autoshard.search.plan.text_table import aligned, fitted, more_of, plural
+from autoshard.search.plan.text_table import (
+    LINES_OF_A_LIST,
+    NAMES_IN_A_LINE,
+    aligned,
+    fitted,
+    more_of,
+    plural,
+)
 
 CHEAPER_ELSEWHERE, TIE, NOT_POSSIBLE = "cheaper elsewhere", "tie", "not possible"
 """The reasons."""
@@ -26,12 +33,6 @@ IMPROVABLE = "improvable"
 
 UNCERTAIN = "uncertain"
 """In place of a reason for an estimate by which the contrary is faster and fits: the search knows the peak better."""
-
-MAX_CHANGES = 8
-"""Largest number of decisions that are listed as changing with one. Source: a choice of ours; they fit a terminal."""
-
-MAX_PARTS = 4
-"""Largest number of kinds of computation and communication into which a price is split. Source: a choice of ours."""
 
 PRECISE = 0.02
 """Bounds on a price that differ by less than this share are printed as one number. Source: the price of `explain` is
@@ -188,7 +189,7 @@ class Explanation:
         price = _plain_price(one, self.step_s) if is_tie else _price(one, self.step_s, self.is_upper)
         lines = [f"runner-up: {one.choice}", f"  time    {price}"]
         if one.parts:
-            parts = ", ".join(f"{name} {signed_s(seconds)}" for name, seconds in one.parts[:MAX_PARTS])
+            parts = ", ".join(f"{name} {signed_s(seconds)}" for name, seconds in one.parts[:NAMES_IN_A_LINE])
             lines.append(f"  of that {parts}")
         lines.append(f"  memory  {signed_bytes(one.more_bytes)} at the peak of a device{_own(one)}")
         return [*lines, *_changes(one.changes)]
@@ -219,7 +220,7 @@ def _own(one: Alternative) -> str:
 def _changes(changes: tuple[Change, ...]) -> list[str]:
     if not changes:
         return ["  no other decision changes"]
-    rows = [(signed_s(c.more_s), c.name, f"{c.this} => {c.other}") for c in changes[:MAX_CHANGES]]
+    rows = [(signed_s(c.more_s), c.name, f"{c.this} => {c.other}") for c in changes[:LINES_OF_A_LIST]]
     return [
         f"  {plural(len(changes), 'other decision')} would change:",
         *aligned(rows, indent=4, right=(0,)),

@@ -24,15 +24,18 @@ from autoshard.search.plan.executors import EXECUTORS, JIT, SPMD
 from autoshard.search.plan.headline import HEAVY, PlanShape, StageShape, headline
 from autoshard.search.plan.metrics import metrics
 from autoshard.search.plan.peak_band import HasPeaks, band, is_known, may_exceed
-from autoshard.search.plan.text_table import Row, aligned, fitted, more_of, plural, search_time
+from autoshard.search.plan.text_table import (
+    LINES_OF_A_LIST,
+    NAMES_IN_A_LINE,
+    Row,
+    aligned,
+    fitted,
+    more_of,
+    plural,
+    search_time,
+)
 from autoshard.search.plan.values import Collective, Estimates, PlanValues, StageEstimates
 from autoshard.search.plan.work_shares import WorkShares
-
-_MAX_OP_LINES = 8
-"""Lines for matrix products and for other lists of ops: a Transformer's layer has six products."""
-
-_MAX_EDITS = 4
-"""Names of decisions in one line. Source: a choice of ours."""
 
 _LABEL_WIDTH = len("compiler")
 """Of labels such as `step` and `mesh`; none is longer."""
@@ -289,7 +292,7 @@ def _compiler_options(cluster: Cluster, besides: Mapping[str, str]) -> str:
 def _edits(plan: PlanValues) -> list[str]:
     """The decisions that were edited by hand. The estimates in the file are those of other decisions."""
     names = [name or table for table, name in edited(plan)]
-    shown = ", ".join(names[:_MAX_EDITS]) + ", ..." * (len(names) > _MAX_EDITS)
+    shown = ", ".join(names[:NAMES_IN_A_LINE]) + ", ..." * (len(names) > NAMES_IN_A_LINE)
     deleted = num_deleted(plan)
     edits = (
         f"{plural(len(names), 'decision')} edited by hand: {shown}" if names else "decisions deleted by hand"
@@ -313,12 +316,12 @@ def _ops(ops: Mapping[str, str], shares: WorkShares | None) -> list[str]:
         (name.removeprefix(_FORWARD), f"{runs[name]}x" if name in runs else "", text)
         for name, text in forward.items()
     ]
-    more = more_of(len(rows[_MAX_OP_LINES:]), "kind")
+    more = more_of(len(rows[LINES_OF_A_LIST:]), "kind")
     others = plural(len(heavy) - len(forward), "kind")
     title = "matrix products and lookups, forward phase"
     return [
         f"{title} ({others} in other phases)" if len(forward) < len(heavy) else title,
-        *aligned(rows[:_MAX_OP_LINES], right=(1,)),
+        *aligned(rows[:LINES_OF_A_LIST], right=(1,)),
         *more,
     ]
 
@@ -341,7 +344,7 @@ def _recomputed(retention: Mapping[str, str]) -> list[str]:
 
 
 def _cut(rows: list[tuple[str, str]]) -> list[str]:
-    return [*aligned(rows[:_MAX_OP_LINES]), *more_of(len(rows[_MAX_OP_LINES:]), "kind")]
+    return [*aligned(rows[:LINES_OF_A_LIST]), *more_of(len(rows[LINES_OF_A_LIST:]), "kind")]
 
 
 def _collectives(plan: PlanValues) -> list[str]:

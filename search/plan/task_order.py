@@ -9,9 +9,7 @@ from collections import defaultdict, deque
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.schedule import Schedule, Task
-
-MAX_SHOWN = 4
-"""Number of waiting workers in a message. Source: a choice of ours."""
+from autoshard.search.plan.text_table import NAMES_IN_A_LINE
 
 
 def task_order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
@@ -46,9 +44,9 @@ def task_order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
 
 def _refuse(schedule: Schedule, waiting: dict[Task, list[int]], at: list[Task | None]) -> None:
     """Raises the error that names the waiting workers and the tasks that they wait for."""
-    said = [f"worker {w} at {at[w]} for {task}" for task, workers in waiting.items() for w in workers]
-    more = f", and {len(said) - MAX_SHOWN} more" if len(said) > MAX_SHOWN else ""
+    waits = [f"worker {w} at {at[w]} for {task}" for task, workers in waiting.items() for w in workers]
+    more = f", and {len(waits) - NAMES_IN_A_LINE} more" if len(waits) > NAMES_IN_A_LINE else ""
     raise PlanError(
         f"schedule {schedule.name} cannot be run: these tasks wait for others that never run: "
-        f"{', '.join(said[:MAX_SHOWN])}{more}. Put each task behind those that it reads"
+        f"{', '.join(waits[:NAMES_IN_A_LINE])}{more}. Put each task behind those that it reads"
     )

@@ -15,6 +15,12 @@ Row = tuple[str, ...]
 WIDTH = 80
 """Columns of text if there is no terminal."""
 
+NAMES_IN_A_LINE = WIDTH // 20
+"""Names in a line or a message before it is cut short. Derived: names of some 20 characters in `WIDTH` columns."""
+
+LINES_OF_A_LIST = 24 // 3
+"""Lines of a list before it is cut short. Derived: three lists in the 24 lines of a VT100."""
+
 LEAST_WIDTH = 40
 """Smallest width to which text is broken."""
 
