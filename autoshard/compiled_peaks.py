@@ -34,7 +34,7 @@ from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.options import Options as SearchOptions
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.plan.peak_band import compiled, may_exceed
 from autoshard.time_share import MAX_ROUNDS, TimeShare
 from autoshard.user_warning import warn

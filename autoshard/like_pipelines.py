@@ -17,8 +17,8 @@ from autoshard.planning import given_bytes
 from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.microbatches import batch_divisors
 from autoshard.search.pipeline import planning
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.schedules.registry import FAMILIES
 from autoshard.search.pipeline.split_loops import num_positions
 from autoshard.search.plan.plan import Plan, Sharding

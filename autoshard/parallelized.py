@@ -42,7 +42,7 @@ from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import step_name
 from autoshard.search.options import Options as SearchOptions
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.text_table import plural

@@ -27,10 +27,11 @@ from autoshard.search.options import DEFAULT_TIME_LIMIT_S
 from autoshard.search.pipeline import planning as pipelines
 from autoshard.search.pipeline import spmd_planning
 from autoshard.search.pipeline.bounds import PipelineBounds
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import Parts
-from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
+from autoshard.search.pipeline.search import PipelineSearch
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.pipeline.spmd_search import SpmdSearch
 from autoshard.search.pipeline.stage_pins import marks_of

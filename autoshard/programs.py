@@ -33,7 +33,7 @@ from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import Options as SearchOptions
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.plan import Plan
 from autoshard.time_share import TimeShare

@@ -16,7 +16,7 @@ from autoshard.ejection import source
 from autoshard.ejection.layout import path_text
 from autoshard.ejection.shardings_file import IMPORT_SPEC, docstring
 from autoshard.search.ir.spec import partition_spec
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 
 
 def stage_shardings_file(found: Pipeline, names: Sequence[str]) -> str:

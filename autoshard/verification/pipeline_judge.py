@@ -19,7 +19,7 @@ from autoshard.executors.pipeline import followed
 from autoshard.executors.pipeline_jit import StageRun
 from autoshard.progress import Progress
 from autoshard.search.pipeline.intra_op import replica_cluster
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification.judge import CompilerVerifier, lowered, telling

@@ -29,7 +29,8 @@ from autoshard.cost_model.cluster import Cluster, Link
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.search.ir.graph import Site
 from autoshard.search.pipeline.inter_op import fastest_cut
-from autoshard.search.pipeline.proposals import Parts, Placed, Proposal, Stages
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.proposals import Placed, Proposal, Stages
 from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers
 from autoshard.search.pipeline.stage_costs import ClusterNode, StageOption, Submesh
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
@@ -43,6 +44,10 @@ APART = tuple(name for name, family in FAMILIES.items() if not family.shares_wor
 VIRTUAL_STAGES = 2
 """Stages per worker in a family that leaves their number open. Source: the families' definitions; with one, interleaved
 1F1B is 1F1B, and a circular pipeline is GPipe."""
+
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Meshes of a replica's devices."""
 
 
 def num_workers(schedule: str, num_stages: int) -> int:
@@ -107,6 +112,27 @@ class DraftOptions:
         return self.among if self.schedule is None else (self.schedule,)
 
 
+class PipelineKind(NamedTuple):
+    """Pipelines of a step in parts that are cut into stages together.
+
+    Attributes:
+      bound_s: lower bound on the seconds of a step.
+      num_replicas: number of replicas of each stage.
+      shapes: the possible meshes of a replica's devices.
+      options: the options of a proposal.
+    """
+
+    bound_s: float
+    num_replicas: int
+    shapes: Shapes
+    options: DraftOptions
+
+    @staticmethod
+    def rank(one: "PipelineKind") -> tuple[float, int, Shapes, bool]:
+        """Sorts kinds by their bound; of equal ones, a stage on each worker comes first."""
+        return one.bound_s, one.num_replicas, one.shapes, one.options.shares_workers
+
+
 @dataclass(frozen=True, eq=False)
 class Drafting:
     """A problem for drafts: a step to cut into stages.
@@ -121,7 +147,7 @@ class Drafting:
 
     among: tuple[Parts, ...]
     num_replicas: int
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
     options: DraftOptions
     cluster: AnyCluster
 

@@ -9,7 +9,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.search.ir.graph import Step
 from autoshard.search.pipeline.bounds import PipelineBounds
 from autoshard.search.pipeline.intra_op import NO_PINS
-from autoshard.search.pipeline.proposals import Parts
+from autoshard.search.pipeline.parts import Parts
 from autoshard.search.solver.clock import Deadline, SearchClock, WorkClock
 
 

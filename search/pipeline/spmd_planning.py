@@ -16,9 +16,9 @@ from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Step
 from autoshard.search.memory.microbatches import looped
 from autoshard.search.pipeline.intra_op import decided, replica_choices
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import Parts
-from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.search.pipeline.spmd_search import SpmdCandidate, SpmdParts, SpmdProposal, SpmdSearch
 from autoshard.search.plan.decisions import apart
 from autoshard.search.plan.edits import marks_of

@@ -19,16 +19,17 @@ from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
 from autoshard.search.pipeline.bounds import Pipelines
 from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import Parts
 from autoshard.search.pipeline.schedules.registry import build_schedule, check_numbers
-from autoshard.search.pipeline.search import MAX_MICROBATCHES, PipelineOptions
 from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
 from autoshard.search.pipeline.spmd import check_has_loops, layer_loops, written
 from autoshard.search.pipeline.spmd_costs import SpmdCosts
 from autoshard.search.pipeline.spmd_memory import SpmdMemory
 from autoshard.search.pipeline.spmd_sharding import spmd_sharding
+from autoshard.search.pipeline.stage_meshes import MAX_MICROBATCHES
 from autoshard.search.plan.executors import SPMD
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.plan.text_table import plural

@@ -13,8 +13,9 @@ from autoshard.executors.pipeline import build
 from autoshard.search.ir.spec import shard_size
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.copies import SCOPE
-from autoshard.search.pipeline.planning import Pipeline, apply, find
-from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
+from autoshard.search.pipeline.pipeline_plan import Pipeline
+from autoshard.search.pipeline.planning import apply, find
 from autoshard.search.plan.schedule import TaskKind
 from tests.executors.agreement import Reference, assert_equal
 from tests.executors.pipelines import trained

@@ -12,8 +12,8 @@ from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors.jit import Program
 from autoshard.executors.spmd import build
 from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.search.pipeline.spmd import written
 from autoshard.search.pipeline.spmd_planning import find
 from autoshard.search.plan.spmd_step import LayerLoop, SpmdSharding

@@ -18,9 +18,11 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.pipeline.drafts import Drafting, DraftOptions
 from autoshard.search.pipeline.layers import MAX_LAYERS
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import Parts, Proposal
-from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
+from autoshard.search.pipeline.proposals import Proposal
+from autoshard.search.pipeline.search import PipelineSearch
 from autoshard.search.pipeline.simulator import simulate
 from tests.zoo.megatron import make_megatron
 from tests.zoo.mlp import make_mlp
