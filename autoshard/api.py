@@ -9,7 +9,15 @@ from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 
-from autoshard import compiled_peaks, lowerings, option_types, pipeline_explanation, pipelines, planning
+from autoshard import (
+    compiled_peaks,
+    lowerings,
+    option_types,
+    pipeline_explanation,
+    pipeline_request,
+    pipelines,
+    planning,
+)
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
@@ -139,7 +147,7 @@ def search(
     hardware = parse_hardware(keywords.pop("cluster"))
     call, own = _split_keywords("search", step, abstract_args, abstract_kwargs, **keywords)
     options = Options.of(own)
-    pipelines.are_allowed(options)
+    pipeline_request.are_allowed(options)
     with narrated(step_name(step), "tracing", options.progress) as tell:
         traced = _traced(call, hardware, options.state)
         return _found(traced, hardware, options, tell).plan
@@ -150,12 +158,12 @@ def _found(
 ) -> SearchResult | Pipeline | SpmdPipeline:
     """One program or a pipeline; the faster one if both are allowed."""
     if isinstance(hardware, MixedCluster):
-        across = pipelines.across_kinds(hardware, options)
+        across = pipeline_request.across_kinds(hardware, options)
         return pipelines.searched(step, hardware, across, progress)
     if options.num_stages not in (None, 1):
         return pipelines.searched(step, hardware, options, progress)
 
-    is_open = pipelines.are_allowed(options)
+    is_open = pipeline_request.are_allowed(options)
 
     def alone() -> SearchResult:
         own = pipelines.time_of_one_program(options) if is_open else options
@@ -667,9 +675,9 @@ def parallelize(
     if like is not None:
         _refuse_beside("like", options, "cluster", "mesh")
     given = None if plan is None else loaded(plan)
-    is_asked = pipelines.are_allowed(options) and stages is not None
+    is_asked = pipeline_request.are_allowed(options) and stages is not None
     if is_asked or (given is not None and given[0].is_pipeline):
-        pipelines.refuse(like=like)
+        pipeline_request.refuse(like=like)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given("like=", like)[0])
     return Parallelized(step, options, given, shared)
 

@@ -20,7 +20,16 @@ from typing import Any, Concatenate, Self, overload
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import equinox_modules, lowerings, nnx_objects, pipelines, placing, planning, programs
+from autoshard import (
+    equinox_modules,
+    lowerings,
+    nnx_objects,
+    pipeline_request,
+    pipelines,
+    placing,
+    planning,
+    programs,
+)
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.attached import attached_hardware
 from autoshard.cost_model.cluster import Cluster
@@ -466,7 +475,7 @@ class Parallelized[**P, R]:
         asked = self._asked(traced)
 
         def alone() -> programs.Built:
-            own = pipelines.time_of_one_program(asked) if pipelines.are_allowed(asked) else asked
+            own = pipelines.time_of_one_program(asked) if pipeline_request.are_allowed(asked) else asked
             options = self._of_one_program(traced, cluster, own)
             return programs.searched(
                 traced, cluster, options, devices, placing.retraced, tell, given_up, asked
@@ -474,9 +483,9 @@ class Parallelized[**P, R]:
 
         processes = Processes.of(devices)
         if isinstance(hardware, MixedCluster):
-            across = pipelines.across_kinds(hardware, asked)
+            across = pipeline_request.across_kinds(hardware, asked)
             found = pipelines.searched(traced, hardware, across, tell, processes)
-        elif not pipelines.are_allowed(asked):
+        elif not pipeline_request.are_allowed(asked):
             found = alone()
         elif asked.num_stages is None:
             found = pipelines.fastest(traced, cluster, asked, alone, tell, processes)
@@ -532,7 +541,7 @@ class Parallelized[**P, R]:
     @property
     def _is_pipeline(self) -> bool:
         """Whether the step runs as a pipeline, or may."""
-        return pipelines.are_allowed(self._options) if self._first is None else self._first.is_pipeline
+        return pipeline_request.are_allowed(self._options) if self._first is None else self._first.is_pipeline
 
     def _asked(self, traced: Step) -> Options:
         """The options of this search. A given plan leaves only its memory cap. Unless the user names a number of stages, the

@@ -17,8 +17,9 @@ from autoshard.report.schedule_chart import schedule_chart
 from autoshard.report.step_chart import residents_table, step_chart, time_table
 from autoshard.search.pipeline.simulator import Simulation
 from autoshard.search.pipeline.timeline import simulated
+from autoshard.search.plan.certificate import certificate, certified_gap
 from autoshard.search.plan.edits import is_edited
-from autoshard.search.plan.summary import certificate, certified_gap, plan_title
+from autoshard.search.plan.summary import plan_title
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import Candidate, Collective, PlanValues
 

@@ -93,6 +93,13 @@ def plural(count: int, what: str, ending: str = "s") -> str:
     return f"{count} {what}{'' if count == 1 else ending}"
 
 
+def percent(part: float, whole: float) -> str:
+    """A share as a whole percentage: `45%`, `<1%` of a small one, `-` of nothing."""
+    if whole <= 0:
+        return "-"
+    return "<1%" if 0 < part < 0.005 * whole else f"{100 * part / whole:.0f}%"
+
+
 def search_time(search_s: Mapping[str, float]) -> list[str]:
     """A line on the time of a search, in all and by part; no line for a loaded plan."""
     if not search_s:

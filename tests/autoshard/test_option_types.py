@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import InputError, PlanError, api, option_types, pipelines
+from autoshard import InputError, PlanError, api, option_types, pipeline_request
 from autoshard.options import Options
 
 WRONG = [
@@ -207,9 +207,9 @@ def test_nothing_pinned_is_no_pin():
 
 
 def test_the_jit_executor_is_one_program_without_a_pipeline():
-    assert not pipelines.are_allowed(Options(executor="jit"))
-    assert not pipelines.are_allowed(Options(executor="jit", stages=1))
+    assert not pipeline_request.are_allowed(Options(executor="jit"))
+    assert not pipeline_request.are_allowed(Options(executor="jit", stages=1))
     with pytest.raises(
         InputError, match="executor='jit' is one program, without a pipeline, and stages='auto'"
     ):
-        pipelines.are_allowed(Options(executor="jit", stages="auto"))
+        pipeline_request.are_allowed(Options(executor="jit", stages="auto"))
