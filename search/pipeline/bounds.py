@@ -109,7 +109,7 @@ class Pipelines:
 
     @property
     def count(self) -> int:
-        """In how many parts the step goes through its batch."""
+        """Number of parts in which the step goes through its batch."""
         return self.num_microbatches * self.num_replicas
 
 
@@ -187,8 +187,8 @@ class PipelineBounds:
         return self.work.num_forward_kernels or inf
 
     def _reduction_s(self, num_copies: int, size: int) -> float:
-        """Seconds in which as many devices as a replica has add up all gradients over so many copies of a stage, and gather
-        what is read of the new parameters."""
+        """Seconds in which as many devices as a replica has add up all gradients over so many copies of a stage, and
+        gather the new parameters that are read."""
         if num_copies == 1 or not self._gradient_bytes:
             return 0.0
         mesh, num_bytes = MeshModel(self.cluster, (num_copies, size)), self._gradient_bytes
@@ -197,8 +197,8 @@ class PipelineBounds:
 
     @cached_property
     def _gradient_bytes(self) -> float:
-        """Of all parameters, at least: a gradient, or what is read of a parameter, may be in a narrower type than that, but
-        not in one that no op of the step makes."""
+        """Lower bound on the bytes of all gradients. A gradient, or a parameter where it is read, may have a narrower
+        dtype than the parameter, but none that no op of the step makes."""
         graph = self.step.graph
         narrow_bytes = min(
             (v.itemsize for v in _made(graph) if jnp.issubdtype(v.dtype, jnp.inexact)), default=0

@@ -63,16 +63,16 @@ _PARTIAL_BYTES = 8.0
 _WAYS = np.array([(t.m * t.n, t.efficiency, split) for t in TILES for split in SPLITS], float).T
 
 FORWARD, BACKWARD, LATER, ONCE = range(4)
-"""Parts of a step: the fields of `PassTimes`, and what may run once."""
+"""Parts of a step: the fields of `PassTimes`, and the ops that may run once."""
 
 
 class PassTimes(NamedTuple):
     """Seconds of the devices together, or of a stage.
 
     Attributes:
-      forward_s: of the forward pass.
-      backward_s: of the backward pass, without what only weight gradients need.
-      later_s: of all else that runs for each microbatch.
+      forward_s: seconds of the forward pass.
+      backward_s: seconds of the backward pass, without the work that only weight gradients need.
+      later_s: seconds of all other work for each microbatch.
     """
 
     forward_s: float
@@ -81,11 +81,11 @@ class PassTimes(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """All three."""
+        """The sum of the three."""
         return self.forward_s + self.backward_s + self.later_s
 
     def times(self, factor: float) -> "PassTimes":
-        """Each of them so many times."""
+        """The times, multiplied by a factor."""
         return PassTimes(*(factor * seconds for seconds in self))
 
 
@@ -345,7 +345,7 @@ class _Parts:
 
 
 class _Held(NamedTuple):
-    """Where a value holds examples.
+    """The examples of a value.
 
     Attributes:
       dim: the dimension along which they lie.

@@ -24,7 +24,7 @@ LEAST_SHARE = 1e-3
 decimal of a percentage."""
 
 ABSENT = "-"
-"""In place of a decision that a plan does not have."""
+"""The text for a decision that a plan does not have."""
 
 BAR = "\\|"
 """A bar inside a cell of a Markdown table."""

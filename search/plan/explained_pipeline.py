@@ -12,7 +12,7 @@ from autoshard.search.plan.explained import MoreMemory, finite, more_memory, sig
 from autoshard.search.plan.text_table import aligned, fitted
 
 NOT_NEEDED = "slower than the runner-up, or does not fit"
-"""Of a neighbour whose search ended at the runner-up's time."""
+"""The reason for a neighbour whose search ended at the runner-up's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an argument of a pipeline rests.
+    """The place of an argument of a pipeline.
 
     Attributes:
       stage: the number of its stage; None if all stages have a part of it.
       mesh: sizes of the axes of the devices that share it.
-      spec: how they share it.
+      spec: its spec on these axes.
     """
 
     stage: int | None

@@ -68,7 +68,7 @@ def _arrays(outline: Outline) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _predicted(plan: PlanValues, known: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """The predictions, and what the compiler and the solver found."""
+    """The predictions, and the results of the compiler and the solver."""
     estimates = plan.estimates
     yield "predicted_step_s", estimates.step_s
     yield from _throughput(plan, known)

@@ -35,7 +35,7 @@ class Outline:
     ops: Mapping[str, Count]
 
     def difference(self, other: "Outline") -> str:
-        """In words, how this step differs from another one, as far as outlines tell."""
+        """The differences of this step from another one in words, as far as outlines tell."""
         found = (*_arguments(self, other), *_results(self, other), *_ops(self, other))
         return "; ".join(found) or (
             "arguments, results and the number of ops are as there; shapes, parameters or the order of ops differ"
@@ -81,7 +81,7 @@ def _results(new: Outline, old: Outline) -> Iterator[str]:
 
 
 def _counted(new: Mapping[str, str], old: Mapping[str, str], verb: str, noun: str) -> Iterator[str]:
-    """What is there on one side only: `it returns 1 result more: result[2] (float32[])`."""
+    """The names on one side only: `it returns 1 result more: result[2] (float32[])`."""
     for ours, theirs, than in ((new, old, "more"), (old, new, "fewer")):
         alone = [f"{name} ({text.partition(' ')[0]})" for name, text in ours.items() if name not in theirs]
         if alone:

@@ -1,4 +1,4 @@
-"""A plan as an expert would sum it up: what `print(plan)` shows."""
+"""The summary of a plan, in the words of an expert: the text of `print(plan)`."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -39,7 +39,7 @@ from autoshard.search.plan.values import Collective, Estimates, PlanValues, Stag
 from autoshard.search.plan.work_shares import WorkShares
 
 _LABEL_WIDTH = len("compiler")
-"""Of labels such as `step` and `mesh`; none is longer."""
+"""Width of labels such as `step` and `mesh`; none is longer."""
 
 _FORWARD = "forward "
 """The beginning of the name of a forward op."""

@@ -1,8 +1,8 @@
 """All workers' tasks in one order, in which each comes after those that it reads.
 
-Workers wait for one another only for data, so each runs ahead until it lacks something. If all wait, the orders
-contradict one another: the schedule would hang, whoever runs it. An executor that dispatches from one thread does so in
-this order; as it goes around the workers, a task of each at a time, all of them have work early.
+Workers wait for one another only for data, so each runs ahead until it lacks an operand. If all wait, their orders
+contradict one another: the schedule would hang on any executor. An executor that dispatches from one thread does so in
+this order. It goes around the workers, one task of each at a time, so all of them have work early.
 """
 
 from collections import defaultdict, deque

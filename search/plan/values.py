@@ -251,7 +251,7 @@ class PlanValues:
 
     @property
     def num_replicas(self) -> int:
-        """Of each stage."""
+        """Replicas of each stage."""
         return self.stages[0].replicas
 
     @property
