@@ -132,8 +132,8 @@ def _prepared(
     if found is None:
         return Prepared(_deadline(options, WorkClock(), clock_s, 0.0))
     waited_s = found.plan.search_s.get("compiler", 0.0)
-    again_s = cluster.num_devices * found.plan.estimates.recompute_s
-    bounds = PipelineBounds(step, cluster, StepWork.of(found.on_mesh, again_s))
+    recompute_s = cluster.num_devices * found.plan.estimates.recompute_s
+    bounds = PipelineBounds(step, cluster, StepWork.of(found.on_mesh, recompute_s))
     return Prepared(_deadline(options, found.on_mesh.clock, clock_s, waited_s), bounds=bounds)
 
 

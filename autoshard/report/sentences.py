@@ -59,11 +59,11 @@ def _limit_of_program(plan: PlanValues) -> str:
     if visible_s + estimates.hidden_s == 0:
         return f"Computation alone: {computing} of {step}. The plan communicates nothing."
     if visible_s <= SMALL * estimates.step_s:
-        return f"Computation: {computing} of {step}. {_hidden(plan, visible_s)}; {visible} are visible.{_again(plan)}"
+        return f"Computation: {computing} of {step}. {_hidden(plan, visible_s)}; {visible} are visible.{_remat(plan)}"
     if visible_s <= estimates.compute_s:
         both = f"computation takes {computing}, {visible} of {step} are visible communication"
-        return f"Computation and communication: {both}.{_most(plan)}{_again(plan)}"
-    return f"Communication: {visible} of {step} are visible; computation takes {computing}.{_most(plan)}{_again(plan)}"
+        return f"Computation and communication: {both}.{_most(plan)}{_remat(plan)}"
+    return f"Communication: {visible} of {step} are visible; computation takes {computing}.{_most(plan)}{_remat(plan)}"
 
 
 def _hidden(plan: PlanValues, visible_s: float) -> str:
@@ -78,9 +78,9 @@ def _most(plan: PlanValues) -> str:
     return f" Most of it is {words}, {format_seconds(seconds)}."
 
 
-def _again(plan: PlanValues) -> str:
-    again_s = plan.estimates.recompute_s
-    return f" Recomputation takes {format_seconds(again_s)} of the step." if again_s else ""
+def _remat(plan: PlanValues) -> str:
+    recompute_s = plan.estimates.recompute_s
+    return f" Recomputation takes {format_seconds(recompute_s)} of the step." if recompute_s else ""
 
 
 # --- the content of the memory

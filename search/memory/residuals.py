@@ -209,15 +209,17 @@ class Residuals:
         read = {v for values, is_stored in reads if not is_stored for v in values}
         return frozenset(self.sites[self.problem.maker[v]] for v in read)
 
-    def made_again(self, sites: frozenset[Site], waiting: frozenset[Site]) -> frozenset[Site]:
-        """The sites to recompute if some results (`waiting`) are offloaded to the host. Ops that are computed on the fly
+    def recomputed_with(self, sites: frozenset[Site], offloaded: frozenset[Site]) -> frozenset[Site]:
+        """The sites to recompute if some results (`offloaded`) are kept on the host. Ops that are computed on the fly
         from recomputed or offloaded results are included: the backward phase computes them from its own copies."""
-        moved = [site in sites or site in waiting for site in self.sites]
+        moved = [site in sites or site in offloaded for site in self.sites]
         for op, values in enumerate(self.problem.reads):
             if not self.is_stored[op]:
                 moved[op] |= any(moved[self.problem.maker[v]] for v in values)
         again = (
-            s for s, one in zip(self.sites, moved, strict=True) if one and s is not None and s not in waiting
+            s
+            for s, one in zip(self.sites, moved, strict=True)
+            if one and s is not None and s not in offloaded
         )
         return frozenset(again)
 
@@ -228,11 +230,11 @@ class Residuals:
 
     def seconds(self, sites: frozenset[Site]) -> float:
         """Seconds to recompute these sites, and to keep the remaining residuals."""
-        again_s = sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites)
+        recompute_s = sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites)
         keep_s = np.broadcast_to(self.problem.keep_s, len(self.problem.maker))
         if self.cut and (segments := self._segments(sites)):
-            again_s += self.cut.seconds(segments)
-        return float(again_s + sum(keep_s[v] for v in self._kept(sites)))
+            recompute_s += self.cut.seconds(segments)
+        return float(recompute_s + sum(keep_s[v] for v in self._kept(sites)))
 
 
 def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) -> tuple[Residuals, ...]:
@@ -354,7 +356,7 @@ class _Reader:
         for i in forward:
             op, site = graph.ops[i], (*path, i)
             if i not in loops:
-                seconds = np.inf if i in kept or _must_stay(op) else self._again_s(site)
+                seconds = np.inf if i in kept or _must_stay(op) else self._recompute_s(site)
                 own = None if _holds_both_phases(op) else site
                 arrays = [self._stored_at(("result", site, r)) for r in range(len(op.outputs))]
                 num_bytes = [np.inf if v is None else self._relief(v) for v in arrays]
@@ -430,13 +432,13 @@ class _Reader:
         """By site, the positions of light ops that make arrays."""
         return {self.program.ops[i].site: i for i in self.costed.kernels.first}
 
-    def _again_s(self, site: Site) -> float:
+    def _recompute_s(self, site: Site) -> float:
         """Seconds per step to recompute an op."""
         if site not in self._light_at:
             return self._seconds.get(site, 0.0)
         position = self._light_at[site]
         op = self.program.ops[position]
-        return op.count * self._inside_s(self.folded.class_of[position]) + self._passes.again_s(position)
+        return op.count * self._inside_s(self.folded.class_of[position]) + self._passes.recompute_s(position)
 
     @cached_property
     def _seconds(self) -> dict[Site, float]:

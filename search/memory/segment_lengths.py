@@ -29,14 +29,14 @@ class LoopCut:
       length: its iterations.
       carry_bytes: of all carries at one iteration, on one device.
       entering_bytes: of values that the loop reads and that are kept for its segments alone.
-      again_s: seconds to run all iterations once more.
+      recompute_s: seconds to run all iterations once more.
     """
 
     loop: Site
     length: int
     carry_bytes: float
     entering_bytes: float
-    again_s: float
+    recompute_s: float
 
     def held_bytes(self, segments: LoopSegments, residual_bytes: float) -> float:
         """Bytes held at the most with these segments, for residuals of so many bytes an iteration."""
@@ -50,7 +50,7 @@ class LoopCut:
 
     def seconds(self, segments: LoopSegments) -> float:
         """Seconds to run the iterations of segments once more for each level."""
-        return len(segments.lengths) * self.again_s * segments.whole(self.length) / self.length
+        return len(segments.lengths) * self.recompute_s * segments.whole(self.length) / self.length
 
     def up_to(self, share: float, segments: LoopSegments) -> LoopSegments:
         """The segments reduced to a share of the iterations, in whole segments, at least one."""

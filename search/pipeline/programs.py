@@ -2,7 +2,7 @@
 
 An op goes into the program of its stage and of its part of the step: prologue, forward, backward, epilogue. A program's
 operands are the values that its ops read and do not make; its results are the values that other programs read. Each program
-makes cheap values anew. A backward program also computes those forward values again that the compiler would not store if
+computes cheap values itself. A backward program also recomputes those forward values that the compiler would not store if
 both passes were one program.
 
 *Prologue and epilogue* may have to wait for other stages. An op's level is the number of hops between stages that lie
@@ -105,7 +105,7 @@ class _StageWriter:
 
     def run(self) -> StagePrograms:
         ops = self._placed()
-        self._hand_out_what_is_made_anew(ops)
+        self._duplicate_results(ops)
         exported = self._exported(ops)
         programs = {place: self._program(place, ops[place], exported) for place in ops}
         for program in programs.values():
@@ -160,11 +160,11 @@ class _StageWriter:
                 found.append((op, level))
         return found
 
-    def _hand_out_what_is_made_anew(self, placed: dict[_Place, list[Op]]) -> None:
-        """Gives each result that no program makes a program: at the stage of the argument that it replaces."""
+    def _duplicate_results(self, placed: dict[_Place, list[Op]]) -> None:
+        """Assigns the step's duplicated results to programs: at the stage of the argument that each replaces."""
         step = self.step.step
         for v, replaced in zip(self.results, step.replaces, strict=True):
-            if v in self._anew:
+            if v in self._duplicated_results:
                 stage = 0 if replaced is None else self.stage_of[step.graph.inputs[replaced]]
                 placed.setdefault(_Place(_EPILOGUE, 0, stage), [])
                 self.stage_of[v] = stage
@@ -178,25 +178,27 @@ class _StageWriter:
             exported |= {*self._body(place, ops).entering}
         return frozenset(exported | {v for piece, (v, _) in self.step.pieces.items() if piece in exported})
 
-    def _made_anew_at(self, place: _Place) -> list[int]:
-        """The step's results that a program makes anew."""
+    def _duplicated_at(self, place: _Place) -> list[int]:
+        """The step's results that a program computes, although they are duplicated."""
         is_first = place.part == _EPILOGUE and place.level == 0
-        return [v for v in self._anew if is_first and self.stage_of[v] == place.stage]
+        return [v for v in self._duplicated_results if is_first and self.stage_of[v] == place.stage]
 
     @cached_property
-    def _anew(self) -> tuple[int, ...]:
-        """The results that each reader makes anew: constants, and results of cheap ops."""
+    def _duplicated_results(self) -> tuple[int, ...]:
+        """The step's results that each reader computes itself: constants, and results of cheap ops."""
         constants = {v for v, _ in self.step.constants}
         results = dict.fromkeys(self.step.step.graph.made)
         return tuple(v for v in results if v in constants or self.step.maker.get(v) in self.step.duplicated)
 
     def _body(self, place: _Place, ops: Sequence[Op]) -> "_Body":
-        again = (
-            self._again_at(place.stage) if place.part in (_BACKWARD, _WEIGHT_GRADIENT) else frozenset[Op]()
+        recomputed = (
+            self._recomputed_at(place.stage)
+            if place.part in (_BACKWARD, _WEIGHT_GRADIENT)
+            else frozenset[Op]()
         )
-        return _Body(self.step, ops, self._made_anew_at(place), again)
+        return _Body(self.step, ops, self._duplicated_at(place), recomputed)
 
-    def _again_at(self, stage: int) -> frozenset[Op]:
+    def _recomputed_at(self, stage: int) -> frozenset[Op]:
         """The forward ops of a stage that its backward pass runs again: the compiler would not store their results."""
         assigned = self.assigned
         return frozenset(
@@ -210,12 +212,12 @@ class _StageWriter:
         return not op.bodies and all(self.step.original(v) in on_the_fly for v in op.outputs)
 
     def _program(self, place: _Place, ops: Sequence[Op], exported: frozenset[int]) -> StageProgram:
-        anew = self._made_anew_at(place)
+        duplicated = self._duplicated_at(place)
         body = self._body(place, ops)
         written = Written(self.step.values, SCOPE)
         written.ops += body.ops
         made = [v for op in ops for v in op.outputs]
-        outputs = {v: v for v in (*made, *anew) if v in exported}
+        outputs = {v: v for v in (*made, *duplicated) if v in exported}
         reads = list(body.entering)
         for op in ops:
             for term in op.outputs:
@@ -233,7 +235,7 @@ class _StageWriter:
 
 
 class _Body:
-    """The ops of a program, with those that make values anew.
+    """The ops of a program, duplicated ones included.
 
     Attributes:
       ops: all ops, in an order in which they can run.
@@ -242,9 +244,9 @@ class _Body:
     """
 
     def __init__(
-        self, step: PipelineStep, ops: Iterable[Op], anew: Iterable[int], again: Container[Op]
+        self, step: PipelineStep, ops: Iterable[Op], duplicated: Iterable[int], recomputed: Container[Op]
     ) -> None:
-        self._step, self._again = step, again
+        self._step, self._recomputed = step, recomputed
         self._constants = {v for v, _ in step.constants}
         self.ops: list[Op] = []
         self.entering: dict[int, None] = {}
@@ -252,7 +254,7 @@ class _Body:
         self._there: set[int] = set()
         for op in ops:
             self._append(op)
-        for v in anew:
+        for v in duplicated:
             self._read(v)
 
     def _append(self, op: Op) -> None:
@@ -267,7 +269,7 @@ class _Body:
         maker = self._step.maker.get(v)
         if v in self._constants:
             self.constants.add(v)
-        elif maker is not None and (maker in self._step.duplicated or maker in self._again):
+        elif maker is not None and (maker in self._step.duplicated or maker in self._recomputed):
             self._append(maker)
         else:
             self.entering[v] = None

@@ -67,7 +67,8 @@ class SpmdMemory:
         return max(self.limit_bytes - self.resting_bytes, 0.0)
 
     def _own_bytes(self, part: Part) -> float:
-        """The bytes of a loop's carries, for all microbatches and two more; 0 for other parts."""
+        """The bytes of a loop's carries: those that wait at the first stage, a slot that nobody reads, and the one that is
+        received; 0 for other parts."""
         if not isinstance(part, LayerLoop):
             return 0.0
         carried = part.op.outputs[: part.op.loop_counts[1]]

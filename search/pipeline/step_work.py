@@ -129,29 +129,29 @@ class StepWork:
     Attributes:
       device: the device.
       runs: the kernels of the step as one program, with their runs in it.
-      again_s: seconds of the devices together that the kernels recompute.
+      recompute_s: seconds of the devices together that the kernels recompute.
     """
 
     device: Device
     runs: Mapping[StepKernel, float]
-    again_s: float = 0.0
+    recompute_s: float = 0.0
     _seconds: dict[tuple[int, int], np.ndarray] = field(
         default_factory=dict[tuple[int, int], np.ndarray], init=False, repr=False
     )
 
     @classmethod
-    def of(cls, on_mesh: MeshProblem, again_s: float = 0.0) -> "StepWork":
+    def of(cls, on_mesh: MeshProblem, recompute_s: float = 0.0) -> "StepWork":
         """The work of a step that was searched as one program.
 
         Args:
           on_mesh: the step's problem on any mesh.
-          again_s: seconds of the devices together that its plan recomputes.
+          recompute_s: seconds of the devices together that its plan recomputes.
         """
         runs = defaultdict[StepKernel, float](float)
         costed = on_mesh.memory.costed
         for kernel, times in _kernels(costed, on_mesh.live_ranges.fusion):
             runs[kernel] += times
-        return cls(costed.device, dict(runs), again_s)
+        return cls(costed.device, dict(runs), recompute_s)
 
     def passes(self, count: int, size: int = 1) -> PassTimes:
         """Seconds of the devices together, at least, for the passes of a step.
@@ -164,7 +164,7 @@ class StepWork:
         found = PassTimes(
             *(float(seconds[self._ends_in == part].sum()) for part in (FORWARD, BACKWARD, LATER))
         )
-        return found.times(max(1 - self.again_s / found.total_s, 0.0) if found.total_s else 1.0)
+        return found.times(max(1 - self.recompute_s / found.total_s, 0.0) if found.total_s else 1.0)
 
     @cached_property
     def once_s(self) -> float:
