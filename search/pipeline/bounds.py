@@ -60,8 +60,8 @@ def least_makespan_s(name: str, costs: Sequence[StageCost], num_microbatches: in
 
     Args:
       name: the family's.
-      costs: of each stage.
-      num_microbatches: of each replica.
+      costs: costs of each stage.
+      num_microbatches: microbatches of each replica.
       num_workers: groups of devices.
     """
     m, splits_backward = num_microbatches, FAMILIES[name].splits_backward
@@ -95,8 +95,8 @@ class Pipelines:
 
     Attributes:
       schedule: the name of its schedule.
-      num_microbatches: of each replica.
-      num_replicas: of each stage.
+      num_microbatches: microbatches of each replica.
+      num_replicas: replicas of each stage.
       shape: the mesh of a replica's devices.
       is_one_program: whether one program runs all stages, so that no host hands out tasks.
     """
@@ -146,7 +146,7 @@ class PipelineBounds:
         """Seconds of a step of any pipeline, at least, wherever its stages begin.
 
         Args:
-          count: in how many parts the step goes through its batch.
+          count: number of parts in which the step goes through its batch.
           size: the fewest devices of a replica; it divides those of all replicas.
         """
         return (self.work.passes(count, size).total_s + self.work.once_s) / self.cluster.num_devices

@@ -172,7 +172,7 @@ class Runs:
       whole: runs in the step.
       is_within: whether each run reads and writes its layer inside of stacks that lie outside of the part. Then the
         part hands on no stacks, and adds none to others.
-      rounds: how often such a part runs through layers, other ones each time.
+      rounds: number of times that the part runs through layers, other ones each time.
     """
 
     num: int

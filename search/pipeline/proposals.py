@@ -157,8 +157,8 @@ class Stages:
 
     Attributes:
       run_as: by stage, the step that it runs a part of.
-      cluster: where they stand.
-      num_replicas: of each stage.
+      cluster: the devices.
+      num_replicas: replicas of each stage.
       placed: by stage, its place.
       copies: workers that hold a stage, which add up its gradients.
     """

@@ -63,7 +63,7 @@ class PipelineSearch:
 
     Attributes:
       best: the best pipeline so far.
-      nearest: of the cuts that seemed to fit and do not, the one that exceeds the cap by least.
+      nearest: the cut that exceeds the cap by least, among those that seemed to fit and do not.
       uncut: problems of which no cut fits.
       skipped_s: least bound of the pipelines that were not drafted.
       refused: the reasons against some numbers of microbatches.

@@ -157,7 +157,7 @@ class StepWork:
         """Seconds of the devices together, at least, for the passes of a step.
 
         Args:
-          count: in how many parts the step goes through its examples.
+          count: number of parts in which the step goes through its examples.
           size: the devices that share the work on each part.
         """
         seconds = count * size * self._times * self.seconds(count, size)

@@ -118,7 +118,7 @@ class Counterparts:
     """The arguments of another step, to find one's own among them.
 
     Attributes:
-      shapes: of each by its path; None where that is not known.
+      shapes: shape of each by its path; None if it is not known.
     """
 
     shapes: Mapping[str, tuple[int, ...] | None]

@@ -24,7 +24,7 @@ class Neighbour:
       plan: the fastest plan with it, in words; empty if none was found that is faster than the runner-up.
       more_s: seconds that its step takes longer; None without a plan.
       more_bytes: bytes by which a device's peak is higher; None without a plan.
-      why_not: why there is no plan; empty with one.
+      why_not: the reason why there is no plan; empty with one.
     """
 
     choice: str
@@ -59,7 +59,7 @@ class PipelineExplanation:
       reason: `cheaper elsewhere`, `tie`, `improvable` or `not possible`; empty of an argument.
       runner_up: the fastest plan with a neighbouring choice; None if none fits, and of an argument.
       others: the other neighbours.
-      place: of an argument: where it rests.
+      place: the place of an argument; None for other decisions.
       more_memory: the worth of the next 10% of memory; None of an argument.
       step_s: seconds of a step of the plan.
     """

@@ -53,7 +53,7 @@ class Plan(PlanValues):
 
     Attributes:
       step: the step function's name.
-      fingerprint: of the traced step.
+      fingerprint: fingerprint of the traced step.
       jax: the JAX version that traced it.
       cluster: the cluster, as its JSON file would say it.
       groups: names of the cluster's groups of nodes, in the order in which stages stand on them; of several kinds alone.

@@ -17,12 +17,12 @@ class OpTime:
     """The ops under one name of a plan's `ops` that are kernels of their own, on one device.
 
     Attributes:
-      name: as in `ops`.
+      name: the name in `ops`.
       runs: their runs in a step.
       seconds: per step.
       flops: per step.
       moved_bytes: read and written per step.
-      peak_flops_per_s: of the device, for the dtype of the operands.
+      peak_flops_per_s: peak of the device for the dtype of the operands.
     """
 
     name: str

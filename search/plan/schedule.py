@@ -53,8 +53,8 @@ class Task:
 
     Attributes:
       stage: in the order of the forward pass.
-      microbatch: of the batch.
-      kind: where the schedule does not split the backward pass, `backward` makes the weight gradients too.
+      microbatch: the number of the microbatch.
+      kind: its kind. If the schedule does not split the backward pass, `backward` makes the weight gradients, too.
     """
 
     stage: int
