@@ -9,7 +9,15 @@ from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 
-from autoshard import compiled_peaks, lowerings, option_types, pipeline_explanation, pipelines, planning
+from autoshard import (
+    compiled_peaks,
+    lowerings,
+    option_types,
+    pipeline_explanation,
+    pipeline_request,
+    pipelines,
+    planning,
+)
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
@@ -19,7 +27,7 @@ from autoshard.ejection.eject import SHARDINGS, Ejected, Ejection
 from autoshard.ejection.objects import fault
 from autoshard.ejection.stage_shardings import stage_shardings_file
 from autoshard.executors.jit import Program
-from autoshard.keywords import told_apart
+from autoshard.keywords import split_keywords
 from autoshard.options import IN_DOUBT, Options, among
 from autoshard.parallelized import Parallelized
 from autoshard.pins import Pins, Rested
@@ -27,7 +35,7 @@ from autoshard.progress import Progress, narrated
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import step_name
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.explained import Explanation
 from autoshard.search.plan.explained_pipeline import PipelineExplanation
@@ -137,9 +145,9 @@ def search(
     """
     keywords = among(locals())
     hardware = parse_hardware(keywords.pop("cluster"))
-    call, own = _told_apart("search", step, abstract_args, abstract_kwargs, **keywords)
+    call, own = _split_keywords("search", step, abstract_args, abstract_kwargs, **keywords)
     options = Options.of(own)
-    pipelines.are_allowed(options)
+    pipeline_request.are_allowed(options)
     with narrated(step_name(step), "tracing", options.progress) as tell:
         traced = _traced(call, hardware, options.state)
         return _found(traced, hardware, options, tell).plan
@@ -150,12 +158,12 @@ def _found(
 ) -> SearchResult | Pipeline | SpmdPipeline:
     """One program or a pipeline; the faster one if both are allowed."""
     if isinstance(hardware, MixedCluster):
-        across = pipelines.across_kinds(hardware, options)
+        across = pipeline_request.across_kinds(hardware, options)
         return pipelines.searched(step, hardware, across, progress)
     if options.num_stages not in (None, 1):
         return pipelines.searched(step, hardware, options, progress)
 
-    is_open = pipelines.are_allowed(options)
+    is_open = pipeline_request.are_allowed(options)
 
     def alone() -> SearchResult:
         own = pipelines.time_of_one_program(options) if is_open else options
@@ -170,7 +178,7 @@ def tracer(
     function: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: Any
 ) -> Callable[[AnyCluster], Step]:
     """A step with its arguments, to be traced for clusters; the function that takes them is named in messages."""
-    call, own = _told_apart(function, step, args, kwargs, state=state)
+    call, own = _split_keywords(function, step, args, kwargs, state=state)
     return lambda hardware: _traced(call, hardware, own["state"])
 
 
@@ -213,7 +221,7 @@ def emit(
       InputError: there are fewer devices than the plan's mesh has.
     """
     options = {"plan": plan, "devices": devices, "state": state}
-    call, own = _told_apart("emit", step, abstract_args, abstract_kwargs, **options)
+    call, own = _split_keywords("emit", step, abstract_args, abstract_kwargs, **options)
     given, place = loaded(own["plan"])
     hardware = planning.hardware(given, place)
     traced = _traced(call, hardware, own["state"])
@@ -266,7 +274,7 @@ def verify(
     Example:
       >>> print(autoshard.verify(train_step, state, batch, plan="plan.json"))  # doctest: +SKIP
     """
-    call, own = _told_apart(
+    call, own = _split_keywords(
         "verify",
         step,
         abstract_args,
@@ -335,7 +343,7 @@ def eject(
     Example:
       >>> autoshard.eject(train_step, state, batch, plan="plan.json").save("sharded_step.py")  # doctest: +SKIP
     """
-    call, own = _told_apart(
+    call, own = _split_keywords(
         "eject",
         step,
         abstract_args,
@@ -414,7 +422,7 @@ def priced(
       PlanError: the plan is for another step, or decides something impossible.
       InfeasibleError: what it decides does not fit its memory cap.
     """
-    call, own = _told_apart("priced", step, abstract_args, abstract_kwargs, plan=plan, state=state)
+    call, own = _split_keywords("priced", step, abstract_args, abstract_kwargs, plan=plan, state=state)
     given, place = loaded(own["plan"])
     traced = _traced(call, planning.hardware(given, place), own["state"])
     return lowerings.applied(traced, given, place).plan
@@ -445,7 +453,7 @@ def choices(
       InputError: the step is given wrong arguments.
     """
     options = {"plan": plan, "name": name, "state": state}
-    call, own = _told_apart("choices", step, abstract_args, abstract_kwargs, **options)
+    call, own = _split_keywords("choices", step, abstract_args, abstract_kwargs, **options)
     given, place = loaded(own["plan"])
     traced = _traced(call, planning.hardware(given, place), own["state"])
     return lowerings.choices(traced, given, own["name"], place)
@@ -491,7 +499,7 @@ def explain(
       >>> print(autoshard.explain(train_step, state, batch, plan="plan.json", name="state['w']"))  # doctest: +SKIP
     """
     options = {"plan": plan, "name": name, "state": state}
-    call, own = _told_apart("explain", step, abstract_args, abstract_kwargs, **options)
+    call, own = _split_keywords("explain", step, abstract_args, abstract_kwargs, **options)
     given, place = loaded(own["plan"])
     hardware = planning.hardware(given, place)
     traced = _traced(call, hardware, own["state"])
@@ -667,9 +675,9 @@ def parallelize(
     if like is not None:
         _refuse_beside("like", options, "cluster", "mesh")
     given = None if plan is None else loaded(plan)
-    is_asked = pipelines.are_allowed(options) and stages is not None
+    is_asked = pipeline_request.are_allowed(options) and stages is not None
     if is_asked or (given is not None and given[0].is_pipeline):
-        pipelines.refuse(like=like)
+        pipeline_request.refuse(like=like)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given("like=", like)[0])
     return Parallelized(step, options, given, shared)
 
@@ -693,14 +701,14 @@ def loaded(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
 
 def _refuse_beside(decider: str, options: Options, *names: str) -> None:
     """Refuses options that `plan=` or `like=` (the decider) has decided already."""
-    if said := [name for name in names if getattr(options, name) is not None]:
+    if given := [name for name in names if getattr(options, name) is not None]:
         raise InputError(
-            f"{decider}= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out "
+            f"{decider}= has decided what {', '.join(f'{name}=' for name in given)} would say: leave that out, or leave out "
             f"{decider}= to search again"
         )
 
 
-def _told_apart(
+def _split_keywords(
     function: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
 ) -> tuple[Call, dict[str, Any]]:
     """A call of the step, and the options of a function that takes the step's arguments beside its own options.
@@ -712,7 +720,7 @@ def _told_apart(
         raise InputError(f"{function} wants a step, which is a function, got {type(step).__name__}")
     callee, owner = (step.callee, step.owner) if isinstance(step, Parallelized) else (Callee.of(step), ())
     args = (*owner, *args)
-    kwargs, own = told_apart(function, callee, len(args), kwargs, options)
+    kwargs, own = split_keywords(function, callee, len(args), kwargs, options)
     return callee.call(args, kwargs, is_bound=bool(owner)), own
 
 

@@ -23,7 +23,7 @@ from autoshard.cost_model.whole_file import write_whole
 from autoshard.search.plan.text_table import Row, aligned, fitted
 
 _UNKNOWN = "1xL4"
-"""The preset for devices that no preset describes. Source: a choice of ours, the smallest preset."""
+"""The preset for devices that no preset describes. Source: the GPU preset with the least memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)

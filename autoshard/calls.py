@@ -61,7 +61,7 @@ class Call:
         return not (self.kwargs or self.static or is_split)
 
     @property
-    def form(self) -> nnx_objects.Form | None:
+    def form(self) -> nnx_objects.ObjectsForm | None:
         """The static part of the objects; None without objects."""
         return None if self.apart is None else self.apart.form
 
@@ -151,7 +151,7 @@ class Callee:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        like: nnx_objects.Form | None = None,
+        like: nnx_objects.ObjectsForm | None = None,
         is_bound: bool = False,
     ) -> Call:
         """A call of the step.

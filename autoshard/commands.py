@@ -23,7 +23,7 @@ from autoshard.cost_model.whole_file import destination, write_whole
 from autoshard.display import say, shown
 from autoshard.no_device import use_no_device as use_no_device
 from autoshard.options import Options, among
-from autoshard.pipelines import are_allowed
+from autoshard.pipeline_request import are_allowed
 from autoshard.planning import limit_bytes
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.pipeline import timeline

@@ -34,7 +34,7 @@ from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.options import Options as SearchOptions
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.plan.peak_band import compiled, may_exceed
 from autoshard.time_share import MAX_ROUNDS, TimeShare
 from autoshard.user_warning import warn
@@ -172,8 +172,8 @@ def one_program(
 
     share, judge = TimeShare(options), judge_of(cluster, asked, progress)
 
-    def search(limit_bytes: int, limit_s: float | None, said: Progress) -> SearchResult:
-        return planning.find(step, cluster, share.options(limit_bytes, limit_s), said)
+    def search(limit_bytes: int, limit_s: float | None, report: Progress) -> SearchResult:
+        return planning.find(step, cluster, share.options(limit_bytes, limit_s), report)
 
     is_asked = asked.verify == ALWAYS
     return kept(search, judge, options.memory_bytes, progress, is_asked, options.time_limit_s)

@@ -1,9 +1,9 @@
 """Equinox modules among a step's arguments and results, and the step without their constants.
 
 A leaf of an Equinox module may be a function, a number or a text that decides what is traced. `jax.jit` refuses it;
-`eqx.filter_jit` makes it static. Here, `apart` turns each leaf of a module that is no array into a `Constant`, a node of the
-pytree without leaves. The structure of the arguments then holds all constants, and a call with others is another signature.
-`pure` is the step on such arguments, and `whole` gives the modules back.
+`eqx.filter_jit` makes it static. Here, `apart` turns each leaf of a module that is no array into a `StaticLeaf`, a node of
+the pytree without leaves. The structure of the arguments then holds all constants, and a call with others is another
+signature. `pure` is the step on such arguments, and `whole` gives the modules back.
 
 Numbers outside of modules stay arguments, as under `jax.jit`. Equinox is only looked at if the user has imported it before.
 """
@@ -19,7 +19,7 @@ import jax
 
 @jax.tree_util.register_static
 @dataclass(frozen=True, slots=True)
-class Constant:
+class StaticLeaf:
     """A leaf that is no array, as a node of a pytree; `1` and `True` are two."""
 
     kind: type
@@ -27,7 +27,7 @@ class Constant:
 
 
 def apart(tree: Any) -> Any:
-    """A pytree with `Constant`s in its modules; the pytree itself if it needs none."""
+    """A pytree with `StaticLeaf`s in its modules; the pytree itself if it needs none."""
     if "equinox" not in sys.modules:
         return tree
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_module)
@@ -36,7 +36,7 @@ def apart(tree: Any) -> Any:
 
 
 def pure(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step as a function of arguments with `Constant`s, to results with `Constant`s."""
+    """The step as a function of arguments with `StaticLeaf`s, to results with `StaticLeaf`s."""
 
     @functools.wraps(step, updated=())
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ def arrays(tree: Any) -> Any:
 
 
 def are_in(tree: Any) -> bool:
-    """True if there are `Constant`s in a pytree."""
+    """True if there are `StaticLeaf`s in a pytree."""
     return "equinox" in sys.modules and any(map(_is_constant, jax.tree.leaves(tree, is_leaf=_is_constant)))
 
 
@@ -68,8 +68,8 @@ def _is_module(x: Any) -> bool:
 
 
 def _is_constant(x: Any) -> bool:
-    return isinstance(x, Constant)
+    return isinstance(x, StaticLeaf)
 
 
 def _apart(leaf: Any) -> Any:
-    return leaf if hasattr(leaf, "dtype") else Constant(type(leaf), leaf)
+    return leaf if hasattr(leaf, "dtype") else StaticLeaf(type(leaf), leaf)

@@ -16,7 +16,7 @@ from autoshard.cost_model.errors import InputError, closest
 from autoshard.search.ir.trace import step_name
 
 
-def told_apart(
+def split_keywords(
     function: str, callee: Callee, num_args: int, keywords: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The step's keyword arguments, and the options; None for an option whose value is the step's argument.

@@ -17,8 +17,8 @@ from autoshard.planning import given_bytes
 from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.microbatches import batch_divisors
 from autoshard.search.pipeline import planning
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.schedules.registry import FAMILIES
 from autoshard.search.pipeline.split_loops import num_positions
 from autoshard.search.plan.plan import Plan, Sharding
@@ -175,5 +175,9 @@ def _stages_read(parts: PipelineStep, stage_of: Mapping[str, int]) -> Iterator[t
 
 def _only(sharding: Sharding, shared: Mapping[str, str]) -> Sharding:
     """A sharding that decides on shared arguments only."""
-    said = {mine: sharding.arguments.get(theirs, "").removesuffix(ON_HOST) for mine, theirs in shared.items()}
-    return replace(sharding, arguments={name: text for name, text in said.items() if text}, ops={}, copies={})
+    texts = {
+        mine: sharding.arguments.get(theirs, "").removesuffix(ON_HOST) for mine, theirs in shared.items()
+    }
+    return replace(
+        sharding, arguments={name: text for name, text in texts.items() if text}, ops={}, copies={}
+    )

@@ -19,7 +19,7 @@ from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.pipeline import planning as mpmd_planning
 from autoshard.search.pipeline import spmd_planning
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.executors import JIT, MPMD, SPMD
 from autoshard.search.plan.plan import Plan

@@ -64,7 +64,7 @@ class VariablePath:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ObjectsForm:
     """The static part of the objects in a pytree.
 
     Attributes:
@@ -88,7 +88,7 @@ class Apart:
       references: NNX's index of the objects and variables, by which the caller's objects are updated.
     """
 
-    form: Form
+    form: ObjectsForm
     pure: Any
     references: Any
 
@@ -127,7 +127,7 @@ def jitted(step: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(step, "jitted_fn", step) if type(step).__module__.startswith("flax.nnx.") else step
 
 
-def apart(tree: Any, like: Form | None = None) -> Apart:
+def apart(tree: Any, like: ObjectsForm | None = None) -> Apart:
     """Splits the objects in a pytree into graph and arrays.
 
     Args:
@@ -146,7 +146,7 @@ def apart(tree: Any, like: Form | None = None) -> Apart:
     graph, values = nnx.flatten(objects, ref_index=references, with_paths=False, graph=True)
     if like is None or like.tree != structure or like.graph != graph:
         paths = _paths(objects)
-        like = Form(structure, graph, tuple(next(paths) if is_object(x) else None for x in leaves))
+        like = ObjectsForm(structure, graph, tuple(next(paths) if is_object(x) else None for x in leaves))
     given = iter(values)
     parts = [
         x if paths is None else Variables(paths, tuple(next(given) for _ in paths))
@@ -155,7 +155,7 @@ def apart(tree: Any, like: Form | None = None) -> Apart:
     return Apart(like, jax.tree.unflatten(structure, parts), references)
 
 
-def changed_attribute(was: Form, now: Form) -> str:
+def changed_attribute(was: ObjectsForm, now: ObjectsForm) -> str:
     """The first static attribute that differs, as `calls (0, now 1)`; empty if the objects also differ in another way."""
     pairs = list(zip(was.graph.attributes, now.graph.attributes, strict=False))
     differing = [(a, b) for a, b in pairs if a != b]
@@ -178,7 +178,7 @@ def _is_static(attribute: Any) -> bool:
     return isinstance(attribute, nnx.graphlib.Static)
 
 
-def pure(step: Callable[..., Any], form: Form) -> Callable[..., Any]:
+def pure(step: Callable[..., Any], form: ObjectsForm) -> Callable[..., Any]:
     """The step as a function of `Variables` in place of objects, which returns an `InPlace`.
 
     Args:
@@ -258,7 +258,7 @@ def _value(variable: Any) -> Any:
     return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 
-def _whole(form: Form, given: Any, references: Any) -> tuple[Any, list[Any]]:
+def _whole(form: ObjectsForm, given: Any, references: Any) -> tuple[Any, list[Any]]:
     """The pytree with newly created objects, and a list of these."""
     from flax import nnx
 
@@ -269,7 +269,7 @@ def _whole(form: Form, given: Any, references: Any) -> tuple[Any, list[Any]]:
     return form.tree.unflatten(next(made) if isinstance(x, Variables) else x for x in leaves), objects
 
 
-def _numbers(form: Form, given: Any) -> list[Any]:
+def _numbers(form: ObjectsForm, given: Any) -> list[Any]:
     """The objects' values, with each array replaced by its index among the flat arguments."""
     leaves, structure = jax.tree.flatten(given)
     parts = form.tree.flatten_up_to(jax.tree.unflatten(structure, range(len(leaves))))

@@ -1,8 +1,9 @@
 """The types of options, checked where the user passes them, before the step is traced.
 
 Without this check a wrong type would surface at the first call, inside the search, as a `TypeError` in a line of this
-library. The table `WANTED` has a phrase and a predicate for each option. None passes: it stands for an omitted option. The
-range of a value (a mesh of as many devices as the cluster, a known schedule) is checked by the code that uses it.
+library. The table `OPTION_TYPES` has a phrase and a predicate for each option. None passes: it stands for an omitted
+option. The range of a value (a mesh of as many devices as the cluster, a known schedule) is checked by the code that uses
+it.
 """
 
 import os
@@ -27,7 +28,7 @@ MAX_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OptionType:
     """The type of an option.
 
     Attributes:
@@ -47,12 +48,12 @@ def check(**options: Any) -> None:
     """
     for name, value in options.items():
         if value is not None and not is_met(name, value):
-            raise InputError(f"wanted {WANTED[name].phrase}, got {_in_a_line(value)}")
+            raise InputError(f"wanted {OPTION_TYPES[name].phrase}, got {_in_a_line(value)}")
 
 
 def is_met(name: str, value: Any) -> bool:
     """True if a value has the type of an option."""
-    return WANTED[name].is_met(value)
+    return OPTION_TYPES[name].is_met(value)
 
 
 def _in_a_line(value: Any) -> str:
@@ -103,56 +104,58 @@ def _are_devices(value: Any) -> bool:
     return _is_row_of(lambda one: isinstance(one, jax.Device), value) and 0 < len(value) == len(set(value))
 
 
-WANTED = MappingProxyType(
+OPTION_TYPES = MappingProxyType(
     {
-        "cluster": Wanted(
+        "cluster": OptionType(
             "a cluster as '<count>x<GPU>', a JSON file or a Cluster",
             lambda v: _is_file(v) or isinstance(v, Cluster | MixedCluster),
         ),
-        "memory": Wanted(
+        "memory": OptionType(
             "memory as text with a unit, such as '70GiB', or a whole number of bytes",
             lambda v: _is_text(v) or _is_number(v),
         ),
-        "mesh": Wanted("a mesh as sizes of its axes, such as (2, 4)", lambda v: _is_row_of(_is_count, v)),
-        "pin": Wanted("pin as specs by pytree path, such as {'w': P('data')}, or a plan", _are_pins),
-        "state": Wanted("state as the pytree path of an argument, or several", _are_names),
-        "donate": Wanted("donate as the pytree path of an argument, or several", _are_names),
-        "remat": Wanted('remat="never", or nothing to have it searched', _is_text),
-        "stages": Wanted(
+        "mesh": OptionType("a mesh as sizes of its axes, such as (2, 4)", lambda v: _is_row_of(_is_count, v)),
+        "pin": OptionType("pin as specs by pytree path, such as {'w': P('data')}, or a plan", _are_pins),
+        "state": OptionType("state as the pytree path of an argument, or several", _are_names),
+        "donate": OptionType("donate as the pytree path of an argument, or several", _are_names),
+        "remat": OptionType('remat="never", or nothing to have it searched', _is_text),
+        "stages": OptionType(
             f"stages as a whole number, or {AUTO!r} to have it searched",
             lambda v: _is_count(v) or (_is_text(v) and v == AUTO),
         ),
-        "schedule": Wanted("schedule as the name of one, such as '1f1b'", _is_text),
-        "microbatches": Wanted("microbatches as a whole number", _is_count),
-        "executor": Wanted("executor as the name of one, such as 'spmd'", _is_text),
-        "offload": Wanted(
+        "schedule": OptionType("schedule as the name of one, such as '1f1b'", _is_text),
+        "microbatches": OptionType("microbatches as a whole number", _is_count),
+        "executor": OptionType("executor as the name of one, such as 'spmd'", _is_text),
+        "offload": OptionType(
             "offload=\"never\", or names of what rests on the host in a tuple, such as ('optimizer_state',)",
             _are_names,
         ),
-        "plan": Wanted("plan as a plan or its file", lambda v: _is_file(v) or isinstance(v, Plan)),
-        "like": Wanted(
+        "plan": OptionType("plan as a plan or its file", lambda v: _is_file(v) or isinstance(v, Plan)),
+        "like": OptionType(
             "like as a parallelized step, or its plan (of one program) or that one's file",
             lambda v: _is_file(v) or isinstance(v, Parallelized | Plan),
         ),
-        "time_limit_s": Wanted("time_limit_s as a number of seconds", _is_number),
-        "timeout_s": Wanted("timeout_s as a number of seconds", _is_number),
-        "devices": Wanted(
+        "time_limit_s": OptionType("time_limit_s as a number of seconds", _is_number),
+        "timeout_s": OptionType("timeout_s as a number of seconds", _is_number),
+        "devices": OptionType(
             "devices as different devices of JAX in a list, such as jax.devices()[:4]", _are_devices
         ),
-        "static_argnums": Wanted("static_argnums as the position of an argument, or several", _are_positions),
-        "static_argnames": Wanted("static_argnames as the name of an argument, or several", _are_names),
-        "verify": Wanted(
+        "static_argnums": OptionType(
+            "static_argnums as the position of an argument, or several", _are_positions
+        ),
+        "static_argnames": OptionType("static_argnames as the name of an argument, or several", _are_names),
+        "verify": OptionType(
             f"verify as {NEVER!r}, {IN_DOUBT!r} or {ALWAYS!r}",
             lambda v: _is_text(v) and v in (NEVER, IN_DOUBT, ALWAYS),
         ),
-        "only": Wanted('only="shardings", or nothing for the whole step', lambda v: v == "shardings"),
-        "form": Wanted(
+        "only": OptionType('only="shardings", or nothing for the whole step', lambda v: v == "shardings"),
+        "form": OptionType(
             'form as "wrapper" or "written"', lambda v: _is_text(v) and v in ("wrapper", "written")
         ),
-        "full": Wanted("full as True or False", lambda v: isinstance(v, bool | np.bool)),
-        "target_config": Wanted("target_config as a text or its file", _is_file),
-        "name": Wanted("name as the name of a decision in the plan", _is_text),
-        "progress": Wanted("progress as a function that takes a line, such as print", callable),
+        "full": OptionType("full as True or False", lambda v: isinstance(v, bool | np.bool)),
+        "target_config": OptionType("target_config as a text or its file", _is_file),
+        "name": OptionType("name as the name of a decision in the plan", _is_text),
+        "progress": OptionType("progress as a function that takes a line, such as print", callable),
     }
 )
 """By option name. `search`, `emit`, `verify`, `eject`, `choices` and `explain` share some options of `parallelize`."""

@@ -20,7 +20,16 @@ from typing import Any, Concatenate, Self, overload
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import equinox_modules, lowerings, nnx_objects, pipelines, placing, planning, programs
+from autoshard import (
+    equinox_modules,
+    lowerings,
+    nnx_objects,
+    pipeline_request,
+    pipelines,
+    placing,
+    planning,
+    programs,
+)
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.attached import attached_hardware
 from autoshard.cost_model.cluster import Cluster
@@ -42,11 +51,11 @@ from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import step_name
 from autoshard.search.options import Options as SearchOptions
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.text_table import plural
-from autoshard.signatures import Known, format_type, is_for, static_of, type_of
+from autoshard.signatures import BySignature, format_type, is_for, static_of, type_of
 from autoshard.signatures import signature as signature_of
 from autoshard.tracebacks import boundary
 from autoshard.user_warning import warn
@@ -69,7 +78,7 @@ class _Planned:
     """A signature with its plan and program."""
 
     signature: Any
-    form: nnx_objects.Form | None
+    form: nnx_objects.ObjectsForm | None
     step: Step
     plan: Plan
     program: Program | PipelineProgram
@@ -129,7 +138,7 @@ class Parallelized[**P, R]:
         self._ran: list[_Planned] = []
         self._owner: tuple[Any, ...] = ()
         self._last: _Planned | None = None
-        self._plain = Known[_Planned]()
+        self._plain = BySignature[_Planned]()
         """Single programs that have run and take a call's positional arguments as they come."""
 
     @overload
@@ -145,7 +154,7 @@ class Parallelized[**P, R]:
         if instance is None:
             return self
         bound = copy.copy(self)
-        bound._owner, bound._plain = (instance,), Known[_Planned]()
+        bound._owner, bound._plain = (instance,), BySignature[_Planned]()
         return bound
 
     @property
@@ -431,8 +440,8 @@ class Parallelized[**P, R]:
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(type_of, leaves))
         given = self._plan_for(traced)
-        if self._planned and (said := self._what_changed(call, traced, tree, types, given is not None)):
-            warn(said)
+        if self._planned and (change := self._what_changed(call, traced, tree, types, given is not None)):
+            warn(change)
         Processes.of(devices).agree_on(traced, devices, self._given)
         found, plan, program = self._made(traced, given, hardware, devices, tell)
         return _Planned(signature, call.form, found, plan, program, tree, types)
@@ -466,7 +475,7 @@ class Parallelized[**P, R]:
         asked = self._asked(traced)
 
         def alone() -> programs.Built:
-            own = pipelines.time_of_one_program(asked) if pipelines.are_allowed(asked) else asked
+            own = pipelines.time_of_one_program(asked) if pipeline_request.are_allowed(asked) else asked
             options = self._of_one_program(traced, cluster, own)
             return programs.searched(
                 traced, cluster, options, devices, placing.retraced, tell, given_up, asked
@@ -474,9 +483,9 @@ class Parallelized[**P, R]:
 
         processes = Processes.of(devices)
         if isinstance(hardware, MixedCluster):
-            across = pipelines.across_kinds(hardware, asked)
+            across = pipeline_request.across_kinds(hardware, asked)
             found = pipelines.searched(traced, hardware, across, tell, processes)
-        elif not pipelines.are_allowed(asked):
+        elif not pipeline_request.are_allowed(asked):
             found = alone()
         elif asked.num_stages is None:
             found = pipelines.fastest(traced, cluster, asked, alone, tell, processes)
@@ -532,7 +541,7 @@ class Parallelized[**P, R]:
     @property
     def _is_pipeline(self) -> bool:
         """Whether the step runs as a pipeline, or may."""
-        return pipelines.are_allowed(self._options) if self._first is None else self._first.is_pipeline
+        return pipeline_request.are_allowed(self._options) if self._first is None else self._first.is_pipeline
 
     def _asked(self, traced: Step) -> Options:
         """The options of this search. A given plan leaves only its memory cap. Unless the user names a number of stages, the

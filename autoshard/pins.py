@@ -19,18 +19,16 @@ from autoshard.search.memory.offload import may_rest_on_host
 from autoshard.search.plan.argument_paths import Counterparts, ending_in, near, pieces, unfolded, within
 from autoshard.search.plan.decisions import ON_HOST
 from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.text_table import NAMES_IN_A_LINE
 
 Pins = Mapping[str, PartitionSpec | str] | Plan
 
 Precision = tuple[int, bool]
 """How much of an argument's path a pin says: up to which piece, and whether it names it without folding."""
 
-MAX_NAMES = 4
-"""Largest number of arguments that a message names. Source: a choice of ours."""
-
 
 @dataclass(frozen=True, slots=True)
-class Resting:
+class PinnedLayout:
     """The required layout of some arguments at rest.
 
     Attributes:
@@ -43,11 +41,11 @@ class Resting:
     on_host: tuple[str, ...] = ()
     mesh: tuple[int, ...] | None = None
 
-    def then(self, others: "Resting") -> "Resting":
+    def then(self, others: "PinnedLayout") -> "PinnedLayout":
         """This layout, completed by that of `others` for arguments that have no spec here."""
         on_host = (name for name in others.on_host if name not in self.specs)
         specs = {**others.specs, **self.specs}
-        return Resting(specs, (*self.on_host, *on_host), self.mesh or others.mesh)
+        return PinnedLayout(specs, (*self.on_host, *on_host), self.mesh or others.mesh)
 
     def offload(self, asked: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
         """The value of `Options.offload`: the user's choice, and the arguments that rest on the host.
@@ -64,7 +62,7 @@ class Resting:
         return (*(asked or ()), *self.on_host)
 
 
-ANYWHERE = Resting()
+ANYWHERE = PinnedLayout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class Rested:
         return cls(plan, dict.fromkeys(plan.decisions.arguments))
 
 
-def pinned(step: Step, pin: Pins, num_devices: int) -> Resting:
+def pinned(step: Step, pin: Pins, num_devices: int) -> PinnedLayout:
     """The layout that the user's pins require.
 
     Args:
@@ -96,7 +94,7 @@ def pinned(step: Step, pin: Pins, num_devices: int) -> Resting:
         shared = as_in(step, Rested.by(pin))
         if not shared.specs:
             raise InputError(_apart("pin", step, Rested.by(pin)))
-        return shared if pin.num_devices == num_devices else Resting(shared.specs, shared.on_host)
+        return shared if pin.num_devices == num_devices else PinnedLayout(shared.specs, shared.on_host)
     return _by_path(step, pin)
 
 
@@ -123,7 +121,7 @@ def allowed(step: Step, pin: Pins, mesh: tuple[int, ...]) -> tuple[Pins | None, 
     return kept, tuple(f"{name} of shape {shapes[name]} does not split as {pin[key]}" for key, name in lost)
 
 
-def resting_like(step: Step, rested: Rested) -> Resting:
+def resting_like(step: Step, rested: Rested) -> PinnedLayout:
     """The layout in which the step of `like=` keeps the arguments that both share (see `as_in`).
 
     Raises:
@@ -146,7 +144,7 @@ def _apart(option: str, step: Step, rested: Rested) -> str:
     )
 
 
-def as_in(step: Step, rested: Rested) -> Resting:
+def as_in(step: Step, rested: Rested) -> PinnedLayout:
     """The layout in which another step keeps the arguments that both share. Arguments with an ambiguous counterpart, or that
     cannot be split so, are omitted.
 
@@ -160,22 +158,22 @@ def as_in(step: Step, rested: Rested) -> Resting:
     specs: dict[str, PartitionSpec] = {}
     on_host: list[str] = []
     for argument, own in zip(step.arguments, step.abstract_inputs(), strict=True):
-        said = {decisions.arguments.get(other, "") for other in others.of(argument.name, own.shape)}
-        text = said.pop() if len(said) == 1 else ""
+        texts = {decisions.arguments.get(other, "") for other in others.of(argument.name, own.shape)}
+        text = texts.pop() if len(texts) == 1 else ""
         spec = read_partition_spec(text.removesuffix(ON_HOST)) if text else None
         if spec is not None and _may_rest(spec, own.shape, mesh):
             specs[argument.name] = spec
             on_host += [argument.name] * (text.endswith(ON_HOST) and argument.name in may_be_on_host)
-    return Resting(specs, tuple(on_host), mesh)
+    return PinnedLayout(specs, tuple(on_host), mesh)
 
 
 def _may_rest(spec: PartitionSpec, shape: tuple[int, ...], mesh: tuple[int, ...]) -> bool:
     return len(spec) <= len(shape) and divides(from_partition_spec(spec, AXIS_NAMES[len(mesh)]), shape, mesh)
 
 
-def _by_path(step: Step, pin: Mapping[str, Any]) -> Resting:
+def _by_path(step: Step, pin: Mapping[str, Any]) -> PinnedLayout:
     names = [a.name for a in step.arguments]
-    read = {key: _read(key, said) for key, said in pin.items()}
+    read = {key: _read(key, spec) for key, spec in pin.items()}
     deciding = _deciding({key: _checked(key, names) for key in pin})
     specs: dict[str, PartitionSpec] = {}
     on_host: list[str] = []
@@ -188,7 +186,7 @@ def _by_path(step: Step, pin: Mapping[str, Any]) -> Resting:
                 )
             is_on_host |= read[key][1]
         on_host += [name] * is_on_host
-    return Resting(specs, tuple(on_host))
+    return PinnedLayout(specs, tuple(on_host))
 
 
 def _deciding(named: Mapping[str, Mapping[str, Precision]]) -> dict[str, list[str]]:
@@ -202,14 +200,14 @@ def _deciding(named: Mapping[str, Mapping[str, Precision]]) -> dict[str, list[st
     return found
 
 
-def _read(key: str, said: Any) -> tuple[PartitionSpec, bool]:
+def _read(key: str, spec: Any) -> tuple[PartitionSpec, bool]:
     """The spec of a pin, and True if it places the argument on the host."""
-    if isinstance(said, PartitionSpec):
-        return said, False
+    if isinstance(spec, PartitionSpec):
+        return spec, False
     try:
-        if not isinstance(said, str):
-            raise PlanError(f"got {said!r:.60}")
-        return read_partition_spec(said.removesuffix(ON_HOST)), said.endswith(ON_HOST)
+        if not isinstance(spec, str):
+            raise PlanError(f"got {spec!r:.60}")
+        return read_partition_spec(spec.removesuffix(ON_HOST)), spec.endswith(ON_HOST)
     except PlanError as e:
         raise InputError(
             f"pin {key!r}: wanted a jax.sharding.PartitionSpec, or its text as in a plan; {e}"
@@ -252,4 +250,4 @@ def _checked(key: str, names: Sequence[str]) -> dict[str, Precision]:
 
 def _some(names: Any) -> str:
     shown = list(names)
-    return ", ".join(shown[:MAX_NAMES]) + ", ..." * (len(shown) > MAX_NAMES)
+    return ", ".join(shown[:NAMES_IN_A_LINE]) + ", ..." * (len(shown) > NAMES_IN_A_LINE)

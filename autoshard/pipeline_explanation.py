@@ -22,7 +22,7 @@ from autoshard.search.explained_memory import pinned
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import format_spec
 from autoshard.search.mesh_problem import RELATIVE_GAP
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.schedules.registry import FAMILIES
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline

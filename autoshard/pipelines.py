@@ -18,7 +18,8 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
-from autoshard.options import ALWAYS, AUTO, NEVER, Options
+from autoshard.options import ALWAYS, Options
+from autoshard.pipeline_request import allowed_executor, requested
 from autoshard.processes import ALONE, Processes
 from autoshard.progress import Progress
 from autoshard.search.ir.graph import Step
@@ -26,16 +27,17 @@ from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S
 from autoshard.search.pipeline import planning as pipelines
 from autoshard.search.pipeline import spmd_planning
-from autoshard.search.pipeline.bounds import Bounds
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.bounds import PipelineBounds
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import Parts
-from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
+from autoshard.search.pipeline.search import PipelineSearch
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.pipeline.spmd_search import SpmdSearch
 from autoshard.search.pipeline.stage_pins import marks_of
 from autoshard.search.pipeline.step_work import StepWork
-from autoshard.search.plan.executors import EXECUTORS, FORMER_NAMES, JIT, MPMD, SPMD
+from autoshard.search.plan.executors import JIT, MPMD, SPMD
 from autoshard.search.plan.plan import Plan
 from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock, WorkClock
 from autoshard.time_share import LATEST
@@ -64,66 +66,6 @@ class OneProgram(Protocol):
     def waited(self, part: str, seconds: float) -> Self:
         """A copy whose search times also hold these seconds under the name `part`."""
         ...
-
-
-def are_allowed(options: Options) -> bool:
-    """True if the user asks for a pipeline, or allows one. Without `stages=`, a mesh, pins, offloading, microbatches and
-    options of another plan mean one program.
-
-    Raises:
-      InputError: the number of stages or the executor is invalid, or a schedule or an executor is given without stages.
-    """
-    stages, executor = options.stages, options.executor
-    if executor is not None:
-        _check_is_executor(executor)
-    if executor == JIT:
-        if stages not in (None, 1):
-            raise InputError(
-                f"executor={JIT!r} is one program, without a pipeline, and stages={stages!r} asks for one. Leave out one of "
-                f"them, or choose {MPMD!r} or {SPMD!r}"
-            )
-        return False
-    if options.num_stages is not None and options.num_stages < 1:
-        raise InputError(f"wanted at least 1 stage, got {stages}")
-    if stages not in (None, 1):
-        return True
-    for name, value in (("schedule", options.schedule), ("executor", executor)):
-        if value is not None:
-            raise InputError(
-                f"{name}={value!r} is of a pipeline, and there is none with stages={stages}. Say how many stages, or "
-                f"stages={AUTO!r}"
-            )
-    of_one = (options.mesh, options.pin, options.offload, options.microbatches)
-    return stages is None and not any(
-        one is not None for one in (*of_one, options.donate, options.like, options.plan)
-    )
-
-
-def _check_is_executor(name: str) -> None:
-    if name in FORMER_NAMES:
-        raise InputError(
-            f"executor={name!r} is now called {FORMER_NAMES[name]!r}. Write executor={FORMER_NAMES[name]!r}"
-        )
-    if name not in EXECUTORS:
-        known = ", ".join(f"{known!r} ({meaning})" for known, meaning in EXECUTORS.items())
-        raise InputError(f"no executor is called {name!r}. Choose one of {known}", section="a-wrong-name")
-
-
-def across_kinds(cluster: MixedCluster, options: Options) -> Options:
-    """The options for several kinds of node, where every plan is a pipeline with a program per stage.
-
-    Raises:
-      InputError: the user asks for one program, or for options that only one program has.
-    """
-    is_pipeline = are_allowed(options)
-    if not is_pipeline or options.executor == SPMD:
-        only = "executor=" if is_pipeline else "stages=1, like="
-        raise InputError(
-            f"one program runs on devices of one kind, and {cluster.name} has several: {cluster}. Leave out what only one "
-            f"program has ({only}), and say stages={AUTO!r} beside mesh=, pin=, donate=, offload= or microbatches=; or plan "
-            "for devices of one kind"
-        )
-    return replace(options, executor=MPMD)
 
 
 def fastest[One: OneProgram](
@@ -190,8 +132,8 @@ def _prepared(
     if found is None:
         return Prepared(_deadline(options, WorkClock(), clock_s, 0.0))
     waited_s = found.plan.search_s.get("compiler", 0.0)
-    again_s = cluster.num_devices * found.plan.estimates.recompute_s
-    bounds = Bounds(step, cluster, StepWork.of(found.on_mesh, again_s))
+    recompute_s = cluster.num_devices * found.plan.estimates.recompute_s
+    bounds = PipelineBounds(step, cluster, StepWork.of(found.on_mesh, recompute_s))
     return Prepared(_deadline(options, found.on_mesh.clock, clock_s, waited_s), bounds=bounds)
 
 
@@ -232,13 +174,13 @@ def _least(
     Raises:
       InputError: there are no such pipelines.
     """
-    wanted, executor = _wanted(step, cluster, options), _executor(options)
+    asked, executor = requested(step, cluster, options), allowed_executor(options)
     searches = list[PipelineSearch | SpmdSearch]()
     if executor != SPMD:
-        marks = marks_of(step, wanted.pins)
-        searches.append(PipelineSearch(step, marks, cluster, wanted, prepared=prepared))
+        marks = marks_of(step, asked.pins)
+        searches.append(PipelineSearch(step, marks, cluster, asked, prepared=prepared))
     if executor != MPMD and isinstance(cluster, Cluster):
-        searches.append(SpmdSearch(step, cluster, wanted, prepared=prepared))
+        searches.append(SpmdSearch(step, cluster, asked, prepared=prepared))
     found, refused = list[float](), list[InputError]()
     for search in searches:
         try:
@@ -256,18 +198,6 @@ def _waited[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
     """A copy of a pipeline whose search times also hold these seconds under the name `part`."""
     search_s = {**found.plan.search_s, part: seconds}
     return replace(found, plan=replace(found.plan, search_s=search_s))
-
-
-def refuse(**options: Any) -> None:
-    """Refuses options that a pipeline does not have.
-
-    Raises:
-      InputError: one of them is not None.
-    """
-    if said := [name for name, value in options.items() if value is not None]:
-        raise InputError(
-            f"a pipeline is planned without {', '.join(f'{name}=' for name in said)}. Leave that out, or the pipeline"
-        )
 
 
 def found_or_alone[One: OneProgram](
@@ -326,20 +256,20 @@ def searched(
       InputError: the options are impossible.
       InfeasibleError: no pipeline fits.
     """
-    wanted, executor = _wanted(step, cluster, options), _executor(options)
+    asked, executor = requested(step, cluster, options), allowed_executor(options)
     limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
     clock = WorkClock() if options.time_limit_s is None else PROCESSOR
     ready = prepared or Prepared(Deadline.after(limit_s, clock))
 
-    def search(limit_bytes: int, _: float | None, said: Progress) -> AnyPipeline:
-        lower = replace(wanted, memory_share=limit_bytes / wanted.memory_bytes)
-        return _faster(step, cluster, lower, executor, said, cutoff_s, ready)
+    def search(limit_bytes: int, _: float | None, report: Progress) -> AnyPipeline:
+        lower = replace(asked, memory_share=limit_bytes / asked.memory_bytes)
+        return _faster(step, cluster, lower, executor, report, cutoff_s, ready)
 
     def kept() -> AnyPipeline:
         judge = compiled_peaks.judge_of_pipelines(step, cluster, options, progress, lowerings.verified)
         left_s = None if options.time_limit_s is None else ready.deadline.left_s
         found = compiled_peaks.kept(
-            search, judge, wanted.memory_bytes, progress, options.verify == ALWAYS, left_s
+            search, judge, asked.memory_bytes, progress, options.verify == ALWAYS, left_s
         )
         return _certified(found, step, cluster, options, ready)
 
@@ -364,7 +294,7 @@ def _certified[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
 def _faster(
     step: Step,
     cluster: AnyCluster,
-    wanted: PipelineOptions,
+    asked: PipelineOptions,
     executor: str | None,
     progress: Progress,
     cutoff_s: float,
@@ -375,7 +305,7 @@ def _faster(
     as_one, start_s = None, perf_counter()
     if isinstance(cluster, Cluster) and executor != MPMD:
         try:
-            as_one = spmd_planning.find(step, cluster, wanted, progress, cutoff_s, prepared)
+            as_one = spmd_planning.find(step, cluster, asked, progress, cutoff_s, prepared)
         except (InfeasibleError, InputError) as e:
             if executor == SPMD:
                 raise
@@ -386,8 +316,8 @@ def _faster(
             cutoff_s = as_one.plan.estimates.step_s
     as_one_s = perf_counter() - start_s
     try:
-        found = pipelines.find(step, cluster, wanted, progress, cutoff_s, prepared)
-        if isinstance(cluster, MixedCluster) and wanted.stages is None:
+        found = pipelines.find(step, cluster, asked, progress, cutoff_s, prepared)
+        if isinstance(cluster, MixedCluster) and asked.stages is None:
             plain = prepared.parts[found.plan.microbatches * found.plan.num_replicas]
             told_s = perf_counter()
             _tell_of_parts(step, cluster, found.plan, plain, progress)
@@ -419,53 +349,3 @@ def _tell_of_parts(step: Step, cluster: MixedCluster, plan: Plan, parts: Parts, 
             f"{fastest} alone is predicted to run {step.name} in {format_seconds(alone_s[fastest])}, and all of "
             f"{cluster.name} in {format_seconds(plan.estimates.step_s)}. Ask for it alone, or give the step a larger batch"
         )
-
-
-def _executor(options: Options) -> str | None:
-    """The executor that the options allow; None for the faster one.
-
-    Raises:
-      InputError: the user asks for one that the pins or the offloading exclude.
-    """
-    excluding = [name for name, value in (("pin", options.pin), ("offload", options.offload)) if value]
-    if not excluding or (options.offload == NEVER and not options.pin):
-        return options.executor
-    if options.executor == SPMD:
-        raise InputError(
-            f"{excluding[0]}= is for stages with a program each, and executor={SPMD!r} is one program for all. Leave out "
-            f"one of them, or ask for executor={MPMD!r}"
-        )
-    return MPMD
-
-
-def _wanted(step: Step, cluster: AnyCluster, options: Options) -> PipelineOptions:
-    """What the user's options ask of a pipeline.
-
-    Raises:
-      InputError: an option is out of its range.
-    """
-    mesh, microbatches = options.mesh, options.microbatches
-    if options.remat not in (None, "never"):
-        raise InputError(f'wanted remat="never", or nothing to have it searched, got {options.remat!r}')
-    if microbatches is not None and microbatches < 1:
-        raise InputError(f"wanted at least 1 microbatch, got {microbatches}")
-    if mesh is not None and (len(mesh) not in (2, 3) or min(mesh) < 1):
-        raise InputError(
-            f"wanted the mesh of a stage as its number of replicas and 1 or 2 axes of each one's devices, such as (2, 4), "
-            f"got {mesh}"
-        )
-    memory_bytes = planning.limit_bytes(cluster, options)
-    rest = planning.stage_resting(step, options, cluster)
-    asked = options.offload
-    offload = rest.offload(asked if asked is None or isinstance(asked, str) else tuple(asked))
-    return PipelineOptions(
-        memory_bytes,
-        options.num_stages,
-        options.schedule,
-        microbatches,
-        None if mesh is None else tuple(mesh),
-        options.remat,
-        pins=rest.specs,
-        hosted=planning.stage_hosted(step, cluster, memory_bytes, offload),
-        offload=offload,
-    )

@@ -16,7 +16,7 @@ from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
 from autoshard.cost_model.units import format_bytes, parse_bytes
 from autoshard.cost_model.xla.gpu_targets import NEWEST, compute_capability
 from autoshard.options import Options
-from autoshard.pins import ANYWHERE, Resting, allowed, pinned
+from autoshard.pins import ANYWHERE, PinnedLayout, allowed, pinned
 from autoshard.search import driver, explanation
 from autoshard.search.host_arguments import HostArguments
 from autoshard.search.ir._jax_kernels import Target, cudnn_for
@@ -31,6 +31,7 @@ from autoshard.search.plan.argument_paths import near
 from autoshard.search.plan.explained import Explanation
 from autoshard.search.plan.peak_band import compiled_as
 from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.text_table import NAMES_IN_A_LINE
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.op_rules import primitives_without_rule
 from autoshard.user_warning import warn
@@ -39,10 +40,6 @@ LARGE_BYTES = 1 << 20
 LARGE_SHARE = 0.05
 """Smallest size of possible state or of constants, as a share of all arguments' bytes and not below `LARGE_BYTES`, that is
 worth a warning. Source: a choice of ours."""
-
-
-MAX_NAMES = 4
-"""Largest number of decisions that a warning names. Source: a choice of ours."""
 
 
 def traced(
@@ -81,8 +78,8 @@ def traced(
             f"{name} has no factor rule and is computed in full on every device ({count} in the step, first {where}). "
             "To say how it splits, wrap it in jax.experimental.custom_partitioning with a sharding_rule"
         )
-    for said in filter(None, (_left_out(graph), _retyped(graph), _doubts(graph), _closed_over(graph))):
-        warn(said)
+    for warning in filter(None, (_left_out(graph), _retyped(graph), _doubts(graph), _closed_over(graph))):
+        warn(warning)
     return graph
 
 
@@ -162,7 +159,7 @@ def _closed_over(step: Step) -> str:
     )
 
 
-def options(step: Step, cluster: Cluster, asked: Options, resting: Resting = ANYWHERE) -> SearchOptions:
+def options(step: Step, cluster: Cluster, asked: Options, resting: PinnedLayout = ANYWHERE) -> SearchOptions:
     """The checked options of a search.
 
     Args:
@@ -185,7 +182,7 @@ def options(step: Step, cluster: Cluster, asked: Options, resting: Resting = ANY
     )
 
 
-def stage_resting(step: Step, asked: Options, cluster: AnyCluster) -> Resting:
+def stage_resting(step: Step, asked: Options, cluster: AnyCluster) -> PinnedLayout:
     """How arguments rest on their stages.
 
     Raises:
@@ -318,7 +315,7 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
         _check_cap(plan.memory_bytes, there, f"{place}: memory_bytes {plan.memory_bytes}")
         found = driver.apply(step, plan, there, place)
     if found.anew:
-        warn(_said_anew(plan, found, place))
+        warn(_change_of_estimates(plan, found, place))
     return replace(found, plan=compiled_as(found.plan, plan))
 
 
@@ -368,7 +365,7 @@ def explained(step: Step, plan: Plan, name: str, place: str) -> Explanation:
     return explanation.explain(applied(step, plan, place), name, place)
 
 
-def _said_anew(plan: Plan, found: driver.SearchResult, place: str) -> str:
+def _change_of_estimates(plan: Plan, found: driver.SearchResult, place: str) -> str:
     """The warning that names hand-made edits and the decisions that contradicted them."""
     edits = _some([name for _, name in plan.edited]) or "its arguments"
     return f"{place}: what contradicts {edits}, as edited by hand, is decided anew: {_some(found.anew)}"
@@ -376,7 +373,9 @@ def _said_anew(plan: Plan, found: driver.SearchResult, place: str) -> str:
 
 def _some(names: Sequence[str]) -> str:
     """The first few names."""
-    return ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
+    return ", ".join(names[:NAMES_IN_A_LINE]) + f" and {len(names) - NAMES_IN_A_LINE} more" * (
+        len(names) > NAMES_IN_A_LINE
+    )
 
 
 def given_bytes(memory: str | int, cluster: AnyCluster) -> int:
@@ -397,11 +396,11 @@ def _largest(cluster: AnyCluster) -> Device:
     return max((group.device for group in cluster.groups), key=lambda one: one.memory_bytes)
 
 
-def _check_cap(limit_bytes: int, cluster: AnyCluster, said: str) -> None:
+def _check_cap(limit_bytes: int, cluster: AnyCluster, text: str) -> None:
     """Refuses a cap above the memory of the largest device."""
     device = _largest(cluster)
     if limit_bytes > device.memory_bytes:
         raise InputError(
-            f"{said} is more than the {format_bytes(device.memory_bytes)} that one {device.name} has, of which the runtime "
+            f"{text} is more than the {format_bytes(device.memory_bytes)} that one {device.name} has, of which the runtime "
             f"leaves {format_bytes(cluster.device_memory_limit())}"
         )

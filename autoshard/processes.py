@@ -25,15 +25,13 @@ from autoshard.cost_model import errors
 from autoshard.cost_model.errors import AutoshardError, InputError
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step
+from autoshard.search.plan.text_table import NAMES_IN_A_LINE
 
 WAIT_MS = 1000
-"""Longest wait before Python can handle Ctrl-C. Source: a choice of ours."""
+"""Longest wait before Python can handle Ctrl-C. Source: a user notices longer ones (`autoshard.progress.NOTICED_S`)."""
 
 NUM_DIGITS = 16
 """Hexadecimal digits of a digest, as many as in a step's fingerprint."""
-
-MAX_NAMED = 4
-"""Largest number of processes that a message names. Source: a choice of ours."""
 
 
 class HasJson(Protocol):
@@ -98,15 +96,15 @@ class Processes:
         meeting = self._next_meeting()
         if jax.process_index() in self.ids:
             _jax.coordination().key_value_set(f"{meeting}/{jax.process_index()}", json.dumps(dict(running)))
-        said = {p: json.loads(_heard(f"{meeting}/{p}")) for p in self.ids}
-        said.setdefault(jax.process_index(), dict(running))
-        first = said[self.ids[0]]
+        reports = {p: json.loads(_heard(f"{meeting}/{p}")) for p in self.ids}
+        reports.setdefault(jax.process_index(), dict(running))
+        first = reports[self.ids[0]]
         for verb, wanted in first.items():
-            others = [p for p, one in said.items() if one[verb] != wanted]
+            others = [p for p, one in reports.items() if one[verb] != wanted]
             if others:
                 raise InputError(
                     f"the processes do not run the same: process {self.ids[0]} {verb} {wanted}, but not {_named(others)}: "
-                    f"process {others[0]} {verb} {said[others[0]][verb]}. Start all with the same program and plan, and "
+                    f"process {others[0]} {verb} {reports[others[0]][verb]}. Start all with the same program and plan, and "
                     "call the step with arguments of the same shapes"
                 )
 
@@ -171,6 +169,6 @@ def _heard(key: str) -> str:
 
 
 def _named(processes: Sequence[int]) -> str:
-    few = ", ".join(map(str, processes[:MAX_NAMED]))
-    more = f" and {len(processes) - MAX_NAMED} more" * (len(processes) > MAX_NAMED)
+    few = ", ".join(map(str, processes[:NAMES_IN_A_LINE]))
+    more = f" and {len(processes) - NAMES_IN_A_LINE} more" * (len(processes) > NAMES_IN_A_LINE)
     return f"process{'es' * (len(processes) > 1)} {few}{more}"

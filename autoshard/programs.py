@@ -33,7 +33,7 @@ from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import Options as SearchOptions
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.plan import Plan
 from autoshard.time_share import TimeShare
@@ -181,8 +181,8 @@ def searched(
 
     share = TimeShare(options)
 
-    def search(limit_bytes: int, limit_s: float | None, said: Progress) -> SearchResult:
-        return find(share.options(limit_bytes, limit_s), said, NEVER)
+    def search(limit_bytes: int, limit_s: float | None, report: Progress) -> SearchResult:
+        return find(share.options(limit_bytes, limit_s), report, NEVER)
 
     found = compiled_peaks.kept(
         search, judged, options.memory_bytes, progress, time_limit_s=options.time_limit_s
@@ -267,9 +267,9 @@ def room_for(plan: Plan) -> Generator[None]:
     except jax.errors.JaxRuntimeError as e:
         if OUT_OF_MEMORY not in str(e):
             raise
-        said = f"{plan.step} ran out of device memory at its first step ({first_line(e)})"
+        report = f"{plan.step} ran out of device memory at its first step ({first_line(e)})"
         raise InfeasibleError(
-            f"{said}. Its plan needs {format_bytes(plan.estimates.peak_bytes)} a device by prediction, under a cap of "
+            f"{report}. Its plan needs {format_bytes(plan.estimates.peak_bytes)} a device by prediction, under a cap of "
             f"{format_bytes(plan.memory_bytes)}: something else holds memory there, or JAX was given less "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION). Free it, or pass a lower memory=",
             section="out-of-memory-at-the-first-step",

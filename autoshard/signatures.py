@@ -67,7 +67,7 @@ def is_for(one: Typed, args: tuple[Any, ...]) -> bool:
 
 
 @dataclass
-class Known[T: Typed]:
+class BySignature[T: Typed]:
     """Values by signature, for calls with positional arguments alone.
 
     Attributes:

@@ -128,5 +128,5 @@ def _raised(error: BaseException, who: str) -> InputError:
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     if isinstance(error, SyntaxError) and error.filename:
         where = f" ({error.filename}:{error.lineno})"
-    said = (str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines() or [""])[0]
-    return InputError(f"{who} raised {type(error).__name__}{': ' if said else ''}{said}{where}")
+    reason = (str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines() or [""])[0]
+    return InputError(f"{who} raised {type(error).__name__}{': ' if reason else ''}{reason}{where}")

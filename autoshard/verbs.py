@@ -133,12 +133,9 @@ def _search(subparsers: Any) -> None:
         help="processor seconds for the search; default: a fixed amount of work",
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
-    command.add_argument(
-        "--verify",
-        nargs="?",
-        choices=["auto", "always", "never"],
-        const="always",
-        help="compile plans for the GPU, without one, and search again if one does not fit: always (meant without a value), "
+    _takes_verify(
+        command,
+        "compile plans for the GPU, without one, and search again if one does not fit: always (meant without a value), "
         "never, or auto: those that may exceed the cap, if the compiler is installed; default: auto",
     )
     _takes_config(command)
@@ -325,12 +322,9 @@ def _eject(subparsers: Any) -> None:
         help="wrapper: the step itself, jitted with the plan's shardings; written: the plan's program, an operation a line; "
         "default: the wrapper if it compiles to the plan's program",
     )
-    command.add_argument(
-        "--verify",
-        nargs="?",
-        choices=["auto", "always", "never"],
-        const="always",
-        help="compile the step for the GPU, without one, beside the plan's program: always (meant without a value), never, "
+    _takes_verify(
+        command,
+        "compile the step for the GPU, without one, beside the plan's program: always (meant without a value), never, "
         "or auto: if the compiler is installed; default: auto",
     )
     _takes_timeout(command)
@@ -387,6 +381,12 @@ def _calibrate(subparsers: Any) -> None:
         help="measure across processes: run it in each, under a launcher that jax.distributed.initialize() knows",
     )
     command.set_defaults(run=_with_jax("calibrate", uses_devices=True))
+
+
+def _takes_verify(command: Parser, meaning: str) -> None:
+    command.add_argument(
+        "--verify", nargs="?", choices=["auto", "always", "never"], const="always", help=meaning
+    )
 
 
 def _takes_timeout(command: Parser) -> None:

@@ -15,10 +15,11 @@ from time import thread_time
 import numpy as np
 
 from autoshard.search.pipeline.inter_op import fastest_cut
-from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh
+from autoshard.search.pipeline.stage_costs import ClusterNode, StageOption, Submesh
 from autoshard.search.pipeline.stage_plan import InterOpProblem
 from tests.search.pipeline.cuts import submeshes
 
+RELATIVE_GAP = 1e-3
 DEVICES_PER_NODE = 8
 CAP_BYTES = 80e9
 FLOPS_PER_S = 150e12
@@ -28,7 +29,7 @@ SEQUENCE = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Variant:
     """How layers are run: what it takes of time and of residuals, relative to keeping everything."""
 
     name: str
@@ -37,7 +38,11 @@ class Way:
     state: float
 
 
-WAYS = (Way("keep", 1.0, 1.0, 1.0), Way("remat", 4 / 3, 0.06, 1.0), Way("keep, ZeRO", 1.1, 1.0, 0.4))
+VARIANTS = (
+    Variant("keep", 1.0, 1.0, 1.0),
+    Variant("remat", 4 / 3, 0.06, 1.0),
+    Variant("keep, ZeRO", 1.1, 1.0, 0.4),
+)
 
 
 def problem(num_layers: int, num_devices: int, hidden: int = 12_288, microbatch: int = 1) -> InterOpProblem:
@@ -47,17 +52,17 @@ def problem(num_layers: int, num_devices: int, hidden: int = 12_288, microbatch:
     tokens = microbatch * SEQUENCE
     flops = 6 * parameters * tokens
     residual_bytes = np.full(num_layers, 34.0 * tokens * hidden)
-    nodes = tuple(Node(DEVICES_PER_NODE, CAP_BYTES) for _ in range(num_devices // DEVICES_PER_NODE))
+    nodes = tuple(ClusterNode(DEVICES_PER_NODE, CAP_BYTES) for _ in range(num_devices // DEVICES_PER_NODE))
 
-    def option(submesh: Submesh, way: Way) -> StageOption:
+    def option(submesh: Submesh, variant: Variant) -> StageOption:
         size = submesh.size
         efficiency = 0.97 ** np.log2(size) * 0.9 ** np.log2(submesh.num_nodes)
-        state_bytes = way.state * STATE_BYTES_PER_PARAMETER * parameters / size
+        state_bytes = variant.state * STATE_BYTES_PER_PARAMETER * parameters / size
         return StageOption(
             submesh,
-            way.name,
-            way.time * flops / (size * FLOPS_PER_S * efficiency),
-            way.residuals * residual_bytes / size,
+            variant.name,
+            variant.time * flops / (size * FLOPS_PER_S * efficiency),
+            variant.residuals * residual_bytes / size,
             state_bytes,
             np.full(num_layers, 2e9),
             state_bytes / 1e12,
@@ -66,7 +71,7 @@ def problem(num_layers: int, num_devices: int, hidden: int = 12_288, microbatch:
     num_microbatches = 512
     transfer_s = np.array([[1e-4], [1e-3]]) * np.ones(num_layers + 1)
     in_flight = tuple(range(1, num_microbatches + 1))
-    options = tuple(option(submesh, way) for submesh in submeshes(nodes) for way in WAYS)
+    options = tuple(option(submesh, variant) for submesh in submeshes(nodes) for variant in VARIANTS)
     return InterOpProblem(nodes, options, num_microbatches, in_flight, transfer_s)
 
 
@@ -74,7 +79,7 @@ def measure(num_layers: int, num_devices: int) -> str:
     """A row: sizes, seconds of one core, the plan and its gap."""
     instance = problem(num_layers, num_devices)
     start_s = thread_time()
-    plan = fastest_cut(instance)
+    plan = fastest_cut(instance, RELATIVE_GAP)
     took_s = thread_time() - start_s
     row = f"{num_layers:6} layers  {num_devices:5} GPUs  {len(instance.options):4} options  {took_s:7.2f} s  "
     if plan is not None:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.search.ir.trace import trace
-from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.spmd_planning import find
 from autoshard.verification import pipeline_judge
 from autoshard.verification.judge import CompilerVerifier

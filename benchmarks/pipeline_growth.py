@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.planning import find
-from autoshard.search.pipeline.search import PipelineOptions
 from benchmarks.experts import head, line, standing
 from benchmarks.pipelines import SEQUENCE, VOCABULARY, layout
 from tests.zoo.megatron import make_megatron

@@ -24,8 +24,8 @@ from autoshard.cost_model.errors import AutoshardError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.planning import find
-from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.verification import pipeline_judge
 from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.pipeline_result import PipelineVerification

@@ -31,8 +31,8 @@ def read_cluster(path: Path) -> AnyCluster:
     cluster = from_json(data, str(path))
     _check_sources(cluster, number_paths(data), str(path))
     if isinstance(cluster, MixedCluster):
-        for n, (group, said) in enumerate(zip(cluster.groups, data["groups"], strict=True)):
-            _check_sources(group, number_paths(said), f"{path}: groups.{n}")
+        for n, (group, written) in enumerate(zip(cluster.groups, data["groups"], strict=True)):
+            _check_sources(group, number_paths(written), f"{path}: groups.{n}")
     return cluster
 
 

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from autoshard.cost_model.errors import ClusterError, closest
 from autoshard.cost_model.file_forms import field_types, key_of, record_of
 
-WANTED = MappingProxyType(
+EXPECTED = MappingProxyType(
     {
         "string_type": "text",
         "int_type": "a whole number",
@@ -52,7 +52,7 @@ def checked[Kind](data: Any, place: str, kind: type[Kind]) -> Kind:
     try:
         return _adapter(kind).validate_json(json.dumps(data))
     except ValidationError as e:
-        raise ClusterError(_said(e.errors(include_url=False), place, kind)) from None
+        raise ClusterError(_message(e.errors(include_url=False), place, kind)) from None
 
 
 @cache
@@ -60,7 +60,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _said(errors: Sequence[ErrorDetails], place: str, cluster: type) -> str:
+def _message(errors: Sequence[ErrorDetails], place: str, cluster: type) -> str:
     """The message for the first error; an unknown key comes before a missing one, as it may be a misspelling of it."""
     first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
     path, kind = [str(part) for part in first["loc"]], first["type"]
@@ -74,8 +74,8 @@ def _said(errors: Sequence[ErrorDetails], place: str, cluster: type) -> str:
         ]
         return f"{above}: missing {_names(missing)}; wanted the keys {_names(_keys(cluster, path[:-1]))}"
     at = _joined(place, path)
-    if kind in WANTED:
-        return f"{at}: wanted {WANTED[kind]}, got {first['input']!r}"
+    if kind in EXPECTED:
+        return f"{at}: wanted {EXPECTED[kind]}, got {first['input']!r}"
     return f"{at}: {first.get('ctx', {}).get('error', first['msg'])}"
 
 

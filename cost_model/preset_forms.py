@@ -109,20 +109,20 @@ def nvlink(bandwidth: str, source: str, efficiency: float, sums_in_switch: bool)
 
 def pcie_peers(bandwidth: str, source: str) -> dict[str, Any]:
     """PCIe between the devices of a node."""
-    said = f"{source}; latency: {_LATENCY_SOURCE}; share: NCCL, src/graph/topo.h, 12 of 15.75 GB/s of PCIe 3.0 x16"
-    return _link(bandwidth, _PCIE_LATENCY, 0.76, said)
+    sources = f"{source}; latency: {_LATENCY_SOURCE}; share: NCCL, src/graph/topo.h, 12 of 15.75 GB/s of PCIe 3.0 x16"
+    return _link(bandwidth, _PCIE_LATENCY, 0.76, sources)
 
 
 def through_host(bandwidth: str, source: str) -> dict[str, Any]:
     """PCIe between devices without peer access: NCCL copies through the host's memory."""
-    said = f"{source}, no peer access: NCCL copies through host memory; latency: {_LATENCY_SOURCE}; share assumed"
-    return _link(bandwidth, _PCIE_LATENCY, 0.5, said)
+    sources = f"{source}, no peer access: NCCL copies through host memory; latency: {_LATENCY_SOURCE}; share assumed"
+    return _link(bandwidth, _PCIE_LATENCY, 0.5, sources)
 
 
 def pcie_to_host(bandwidth: str, source: str) -> dict[str, Any]:
     """PCIe between a device and host memory."""
-    said = f"{source}; latency assumed, cudaMemcpyAsync; share assumed, bandwidthTest with pinned memory"
-    return _link(bandwidth, _COPY_LATENCY, 0.85, said)
+    sources = f"{source}; latency assumed, cudaMemcpyAsync; share assumed, bandwidthTest with pinned memory"
+    return _link(bandwidth, _COPY_LATENCY, 0.85, sources)
 
 
 def c2c(bandwidth: str, source: str) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def c2c(bandwidth: str, source: str) -> dict[str, Any]:
 
 def infiniband(bandwidth: str, source: str) -> dict[str, Any]:
     """InfiniBand, a device's share."""
-    said = f"{source}; latency: {_LATENCY_SOURCE}; share: assumed, ib_write_bw reaches 0.96 to 0.98"
-    return _link(bandwidth, _NETWORK_LATENCY, 0.95, said)
+    sources = f"{source}; latency: {_LATENCY_SOURCE}; share: assumed, ib_write_bw reaches 0.96 to 0.98"
+    return _link(bandwidth, _NETWORK_LATENCY, 0.95, sources)
 
 
 def ethernet(bandwidth: str, source: str) -> dict[str, Any]:

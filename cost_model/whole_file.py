@@ -26,7 +26,7 @@ def write_whole(path: Path, text: str, what: str) -> None:
     Raises:
       InputError: the path cannot be written, or is not a regular file.
     """
-    with _said_of(path, what):
+    with _named_in_errors(path, what):
         place = destination(path, what)
         part = place.with_name(f".autoshard-{secrets.token_hex(8)}.part")
         try:
@@ -48,7 +48,7 @@ def destination(path: Path, what: str) -> Path:
     Raises:
       InputError: the path exists and is not a regular file, or its links form a loop.
     """
-    with _said_of(path, what):
+    with _named_in_errors(path, what):
         place = Path(os.path.realpath(path))
         if os.path.lexists(place) and not stat.S_ISREG(place.stat().st_mode):
             kind = "a folder; name a file in it" if place.is_dir() else "no regular file"
@@ -57,7 +57,7 @@ def destination(path: Path, what: str) -> Path:
 
 
 @contextlib.contextmanager
-def _said_of(path: Path, what: str) -> Iterator[None]:
+def _named_in_errors(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:

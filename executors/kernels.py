@@ -10,7 +10,7 @@
 * A product whose terms are reduced in steps that the partitioner would join: each device computes its terms, and explicit
   collectives reduce them.
 * A product or a sum whose terms a barrier holds back: the terms are one array, beside their sum
-  (`search.plan.waited_terms`).
+  (`search.plan.barrier_terms`).
 * Blockwise attention: the devices that split its sequence are a ring, through which keys and values travel.
 * A lookup in a table whose rows are split: each device serves the indices in its part (`executors.look_up`), and explicit
   collectives reduce the terms.

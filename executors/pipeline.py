@@ -34,16 +34,16 @@ from autoshard.cost_model.units import format_mesh
 from autoshard.executors.pipeline_jit import (
     UNFINISHED,
     Agenda,
-    Call,
     CompilerOptions,
     Held,
+    Location,
     Name,
-    Seat,
-    Seating,
+    Placement,
+    ProgramCall,
     Sending,
 )
 from autoshard.executors.pipeline_program import PipelineProgram, Slot
-from autoshard.executors.transfers import Way, are_of_several_processes, everywhere, on_all
+from autoshard.executors.transfers import RepeatedTransfer, are_of_several_processes, everywhere, on_all
 from autoshard.search.ir.graph import Atom
 from autoshard.search.ir.spec import WHOLE
 from autoshard.search.plan.schedule import Schedule, Task, TaskKind
@@ -125,8 +125,8 @@ def followed(
     assert programs.num_stages == schedule.num_stages == len(shardings)
     assert programs.num_microbatches == schedule.num_microbatches
     assert all(sharding.mesh_shape[0] == programs.num_replicas for sharding in shardings)
-    seating = Seating(shardings, _meshes(schedule, shardings, devices), programs)
-    return _Following(programs, schedule, seating, compiler_options, given_up).run()
+    placement = Placement(shardings, _meshes(schedule, shardings, devices), programs)
+    return _AgendaBuilder(programs, schedule, placement, compiler_options, given_up).run()
 
 
 def _meshes(
@@ -157,7 +157,7 @@ def _meshes(
 
 
 @dataclass(eq=False)
-class _Following:
+class _AgendaBuilder:
     """Builds the agenda of one step.
 
     Attributes:
@@ -169,10 +169,10 @@ class _Following:
 
     programs: StagePrograms
     schedule: Schedule
-    seating: Seating
+    placement: Placement
     compiler_options: CompilerOptions
     given_up: AbstractSet[int]
-    made: list[Call | Sending] = field(default_factory=list[Call | Sending])
+    made: list[ProgramCall | Sending] = field(default_factory=list[ProgramCall | Sending])
     held: list[Held] = field(default_factory=list[Held])
     contents: dict[Slot, np.ndarray] = field(default_factory=dict[Slot, np.ndarray])
     slot_of: dict[Any, Slot] = field(default_factory=dict[Any, Slot])
@@ -188,7 +188,7 @@ class _Following:
         self._prepare(tuple(self._prologue_of))
         self._finish_sums()
         for program in self.programs.epilogue:
-            self._call(program, self._first_seat(program.stage), None)
+            self._call(program, self._first_location(program.stage), None)
         leaving = self._leaving(entering)
         return Agenda(
             tuple(self.made),
@@ -196,30 +196,30 @@ class _Following:
             self.contents,
             entering,
             leaving,
-            self.seating,
+            self.placement,
             self.compiler_options,
             self.given_up,
         )
 
     # --- slots of values
 
-    def _first_seat(self, stage: int) -> Seat:
+    def _first_location(self, stage: int) -> Location:
         return stage, self.schedule.workers_of(stage)[0]
 
-    def _home(self, name: Name) -> Seat:
+    def _home(self, name: Name) -> Location:
         """The stage and worker where a value is made, or rests."""
         value, microbatch = name
         stage = self.programs.stage_of[value]
         if microbatch in (None, UNFINISHED):
-            return self._first_seat(stage)
+            return self._first_location(stage)
         return stage, self.schedule.worker_of[Task(stage, microbatch, TaskKind.FORWARD)]
 
-    def _slot(self, name: Name, seat: Seat) -> Slot:
-        stage, worker = seat
-        key = (*name, worker, self.seating.spec(name[0], stage))
+    def _slot(self, name: Name, location: Location) -> Slot:
+        stage, worker = location
+        key = (*name, worker, self.placement.spec(name[0], stage))
         if key not in self.slot_of:
             is_index = name[0] == self.programs.index
-            held = self.seating.held(name, seat)
+            held = self.placement.held(name, location)
             self.slot_of[key] = self._new_slot(held, self._indices(name) if is_index else None)
         return self.slot_of[key]
 
@@ -238,17 +238,17 @@ class _Following:
         return len(self.held) - 1
 
     @cached_property
-    def _readers(self) -> dict[Name, dict[Seat, None]]:
+    def _readers(self) -> dict[Name, dict[Location, None]]:
         """The stages and workers that read each value."""
-        found: dict[Name, dict[Seat, None]] = {}
-        for program, seat, microbatch in self._calls():
+        found: dict[Name, dict[Location, None]] = {}
+        for program, location, microbatch in self._calls():
             for value in program.reads:
-                found.setdefault(self.seating.name(program, value, microbatch), {})[seat] = None
+                found.setdefault(self.placement.name(program, value, microbatch), {})[location] = None
         return found
 
-    def _calls(self) -> Iterator[tuple[StageProgram, Seat, int | None]]:
+    def _calls(self) -> Iterator[tuple[StageProgram, Location, int | None]]:
         for program in (*self.programs.prologue, *self.programs.epilogue):
-            yield program, self._first_seat(program.stage), None
+            yield program, self._first_location(program.stage), None
         for worker, task in self.schedule.tasks():
             if (program := self.programs.tasks.get((task.stage, task.kind))) is not None:
                 yield program, (task.stage, worker), task.microbatch
@@ -264,38 +264,40 @@ class _Following:
                 for made in program.makes:
                     self._prologue_of.pop(made, None)
                 self._prepare(program.reads)
-                self._call(program, self._first_seat(program.stage), None)
+                self._call(program, self._first_location(program.stage), None)
 
     @cached_property
     def _prologue_of(self) -> dict[int, StageProgram]:
         """By value, the program of the prologue that makes it, while that has not run."""
         return {value: program for program in self.programs.prologue for value in program.makes}
 
-    def _call(self, program: StageProgram, seat: Seat, microbatch: int | None) -> None:
+    def _call(self, program: StageProgram, location: Location, microbatch: int | None) -> None:
         """Runs a program, and sends its results."""
-        read = [self.seating.name(program, v, microbatch) for v in program.reads]
-        made = [self.seating.name(program, v, microbatch) for v in program.makes]
-        reads = tuple(self._slot(name, seat) for name in read)
-        self.made.append(Call(program, seat, reads, tuple(self._slot(name, seat) for name in made)))
+        read = [self.placement.name(program, v, microbatch) for v in program.reads]
+        made = [self.placement.name(program, v, microbatch) for v in program.makes]
+        reads = tuple(self._slot(name, location) for name in read)
+        self.made.append(
+            ProgramCall(program, location, reads, tuple(self._slot(name, location) for name in made))
+        )
         self._send(name for name in made if name[0] not in program.sums)
 
     def _send(self, names: Iterable[Name]) -> None:
         """Sends values to all their readers."""
-        ways: dict[Slot, Slot] = {}
+        moves: dict[Slot, Slot] = {}
         for name in names:
             source = self._home(name)
             for target in self._readers.get(name, ()):
                 before, after = self._slot(name, source), self._slot(name, target)
                 if before != after:
-                    ways[after] = before
-        self._sending(ways)
+                    moves[after] = before
+        self._sending(moves)
 
-    def _sending(self, ways: Mapping[Slot, Slot]) -> None:
+    def _sending(self, moves: Mapping[Slot, Slot]) -> None:
         """Sends to each slot (key) the contents of another slot (value)."""
-        if ways:
-            values = [self.held[slot].array for slot in ways.values()]
-            way = Way(values, [self.held[slot].array.sharding for slot in ways])
-            self.made.append(Sending("send", way, tuple(ways.values()), tuple(ways)))
+        if moves:
+            values = [self.held[slot].array for slot in moves.values()]
+            transfer = RepeatedTransfer(values, [self.held[slot].array.sharding for slot in moves])
+            self.made.append(Sending("send", transfer, tuple(moves.values()), tuple(moves)))
 
     def _finish_sums(self) -> None:
         """Adds the sums of workers and replicas together, and sends the totals."""
@@ -305,18 +307,18 @@ class _Following:
         for stage, totals in by_stage.items():
             for total in totals:
                 self._add_workers((total, UNFINISHED))
-            seat = self._first_seat(stage)
-            reads = tuple(self._slot((total, UNFINISHED), seat) for total in totals)
-            makes = tuple(self._slot((total, None), seat) for total in totals)
-            self.made.append(Call(None, seat, reads, makes))
+            location = self._first_location(stage)
+            reads = tuple(self._slot((total, UNFINISHED), location) for total in totals)
+            makes = tuple(self._slot((total, None), location) for total in totals)
+            self.made.append(ProgramCall(None, location, reads, makes))
         self._send((total, None) for total in sorted(self.programs.sums))
 
     def _add_workers(self, name: Name) -> None:
         """Adds the sums of a stage's workers together, at its first worker."""
         stage = self.programs.stage_of[name[0]]
         first, *others = ((stage, worker) for worker in self.schedule.workers_of(stage))
-        terms = [self._new_slot(self.seating.held(name, first)) for _ in others]
-        self._sending(dict(zip(terms, (self._slot(name, seat) for seat in others), strict=True)))
+        terms = [self._new_slot(self.placement.held(name, first)) for _ in others]
+        self._sending(dict(zip(terms, (self._slot(name, location) for location in others), strict=True)))
         if others:
             slot = self._slot(name, first)
             self.made.append(Sending("add", jax.jit(_added, donate_argnums=0), (slot, *terms), (slot,)))
@@ -328,16 +330,16 @@ class _Following:
         results = list(zip(self.programs.results, replaces, strict=True))
         made = [self._made(atom, replaced) for atom, replaced in results]
         kept = (slot for n, slot in enumerate(entering) if n not in replaces)
-        taken, ways, leaving = {*self.contents, *kept}, dict[Slot, Slot](), list[Slot]()
+        taken, moves, leaving = {*self.contents, *kept}, dict[Slot, Slot](), list[Slot]()
         for slot, (_, replaced) in zip(made, results, strict=True):
             wanted = self.held[slot] if replaced is None else self._rests(replaced)
             if slot in taken or wanted != self.held[slot]:
                 leaving.append(new := self._new_slot(wanted))
-                ways[new] = slot
+                moves[new] = slot
             else:
                 leaving.append(slot)
                 taken.add(slot)
-        self._sending(ways)
+        self._sending(moves)
         return tuple(
             self._shared(slot, atom) if replaced is None and isinstance(atom, int) else slot
             for slot, (atom, replaced) in zip(leaving, results, strict=True)
@@ -358,14 +360,14 @@ class _Following:
 
     def _on_all(self, shape: tuple[int, ...], dtype: Any) -> Held:
         """An array on the devices of all workers."""
-        meshes = [mesh for mesh in self.seating.meshes if isinstance(mesh, Mesh)]
+        meshes = [mesh for mesh in self.placement.meshes if isinstance(mesh, Mesh)]
         return Held(None, jax.ShapeDtypeStruct(shape, dtype, sharding=on_all(meshes) if meshes else None))
 
     def _shared(self, made: Slot, value: int) -> Slot:
         """The final slot of a result that is not state. If there are several processes, all of them get the result,
         unless its spec splits it (an array of examples)."""
         stage, own = self._home((value, None))
-        spec, meshes = self.seating.spec(value, stage), self.seating.meshes
+        spec, meshes = self.placement.spec(value, stage), self.placement.meshes
         if not are_of_several_processes(meshes) or set(spec) != {WHOLE}:
             return made
         array = self.held[made].array

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.executors.jit import Program, given_away, shard_bytes
-from autoshard.executors.pipeline_program import Instruction, Slot
+from autoshard.executors.pipeline_program import Slot, StepInstruction
 from autoshard.executors.rewrite import evaluator
 from autoshard.executors.transfers import are_of_several_processes
 from autoshard.search.ir import _jax
@@ -31,7 +31,7 @@ from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import WHOLE, Spec, partition_spec
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 
-Seat = tuple[int, int]
+Location = tuple[int, int]
 """A stage on a worker: (stage, worker)."""
 
 Name = tuple[int, int | None]
@@ -59,7 +59,7 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ProgramCall:
     """A program to run, with the slots of its operands and results.
 
     Attributes:
@@ -67,14 +67,14 @@ class Call:
     """
 
     program: StageProgram | None
-    seat: Seat
+    location: Location
     reads: tuple[Slot, ...]
     makes: tuple[Slot, ...]
 
     @property
     def name(self) -> str:
         """The name for messages and the compiler."""
-        return f"reduce {self.seat[0]}" if self.program is None else self.program.name
+        return f"reduce {self.location[0]}" if self.program is None else self.program.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class Sending:
 
 
 @dataclass(frozen=True, eq=False)
-class Seating:
+class Placement:
     """The placement of values on stages and workers.
 
     Attributes:
@@ -115,10 +115,10 @@ class Seating:
         """The spec of a value at a stage."""
         return self.shardings[stage].spec(value)
 
-    def named(self, name: Name, seat: Seat) -> NamedSharding:
+    def named(self, name: Name, location: Location) -> NamedSharding:
         """The sharding of a value at a stage on a worker. A value that each replica has for itself has one more
         dimension, the first, split over replicas."""
-        stage, worker = seat
+        stage, worker = location
         axis_names, spec = self.shardings[stage].axis_names, self.spec(name[0], stage)
         kind = "pinned_host" if self.programs.values[name[0]].is_on_host else None
         if name[1] is None:
@@ -126,11 +126,13 @@ class Seating:
         own = PartitionSpec(axis_names[0], *partition_spec((WHOLE, *spec[1:]), axis_names))
         return NamedSharding(self.meshes[worker], own, memory_kind=kind)
 
-    def held(self, name: Name, seat: Seat) -> Held:
+    def held(self, name: Name, location: Location) -> Held:
         """The array of a value at a stage on a worker."""
         value, own = self.programs.values[name[0]], name[1] is not None
         shape = (self.programs.num_replicas, *value.shape) if own else value.shape
-        return Held(seat[1], jax.ShapeDtypeStruct(shape, value.dtype, sharding=self.named(name, seat)))
+        return Held(
+            location[1], jax.ShapeDtypeStruct(shape, value.dtype, sharding=self.named(name, location))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,14 +141,14 @@ class StageRun:
 
     Attributes:
       program: the program, jitted for the first of its calls, which are all equal.
-      seat: its stage and worker.
+      location: its stage and worker.
       count: number of its calls in a step.
       held_bytes: most bytes on a device when it is dispatched: its operands and all other arrays there, without its
         results and temporaries.
     """
 
     program: Program
-    seat: Seat
+    location: Location
     count: int
     held_bytes: int
 
@@ -166,33 +168,33 @@ class Agenda:
       contents: the contents of slots before the step.
       entering: the slot of each argument.
       leaving: the slot of each result.
-      seating: the placement of values.
+      placement: the placement of values.
       compiler_options: the compiler's options for each program.
       given_up: numbers of arguments besides the state that may be donated.
     """
 
-    made: Sequence[Call | Sending]
+    made: Sequence[ProgramCall | Sending]
     held: Sequence[Held]
     contents: Mapping[Slot, np.ndarray]
     entering: tuple[Slot, ...]
     leaving: tuple[Slot, ...]
-    seating: Seating
+    placement: Placement
     compiler_options: CompilerOptions
     given_up: AbstractSet[int] = frozenset()
 
     @cached_property
     def state(self) -> frozenset[int]:
         """The numbers of the arguments that a result replaces."""
-        return frozenset(r for r in self.seating.programs.step.replaces if r is not None)
+        return frozenset(r for r in self.placement.programs.step.replaces if r is not None)
 
     @cached_property
     def reused(self) -> frozenset[int]:
         """The numbers of the arguments besides the state whose buffers are donated to results of a program."""
-        calls = ((i, one) for i, one in enumerate(self.made) if isinstance(one, Call))
+        calls = ((i, one) for i, one in enumerate(self.made) if isinstance(one, ProgramCall))
         donated = {one.reads[n] for i, one in calls for n in self._donated(i)}
         return frozenset(n for n in self.given_up if self.entering[n] in donated)
 
-    def instructions(self) -> tuple[Instruction, ...]:
+    def instructions(self) -> tuple[StepInstruction, ...]:
         """The jitted instructions, each with the slots that it frees."""
         pairs = enumerate(zip(self.made, self._frees, strict=True))
         return tuple(self._instruction(i, one, frees) for i, (one, frees) in pairs)
@@ -203,16 +205,16 @@ class Agenda:
         return tuple(
             StageRun(
                 self._jitted(calls[0]),
-                self._call(calls[0]).seat,
+                self._call(calls[0]).location,
                 len(calls),
                 max(self._held_bytes[i] for i in calls),
             )
             for calls in self._calls.values()
         )
 
-    def _instruction(self, i: int, one: Call | Sending, frees: tuple[Slot, ...]) -> Instruction:
+    def _instruction(self, i: int, one: ProgramCall | Sending, frees: tuple[Slot, ...]) -> StepInstruction:
         function = one.function if isinstance(one, Sending) else self._programs[self._key(one)].fn
-        return Instruction(one.name, function, one.reads, one.makes, frees)
+        return StepInstruction(one.name, function, one.reads, one.makes, frees)
 
     @cached_property
     def _programs(self) -> dict[Any, Program]:
@@ -224,16 +226,16 @@ class Agenda:
         """The positions of calls, by program, stage and worker."""
         found: dict[Any, list[int]] = {}
         for i, one in enumerate(self.made):
-            if isinstance(one, Call):
+            if isinstance(one, ProgramCall):
                 found.setdefault(self._key(one), []).append(i)
         return found
 
-    def _key(self, one: Call) -> Any:
-        return one.program, one.seat
+    def _key(self, one: ProgramCall) -> Any:
+        return one.program, one.location
 
-    def _call(self, i: int) -> Call:
+    def _call(self, i: int) -> ProgramCall:
         one = self.made[i]
-        assert isinstance(one, Call), f"{one.name} is no call"
+        assert isinstance(one, ProgramCall), f"{one.name} is no call"
         return one
 
     # --- freed slots, and bytes held
@@ -262,7 +264,7 @@ class Agenda:
         """Per call, the bytes that its worker's devices hold when it is dispatched. JAX allocates memory at dispatch, so
         the order of instructions counts, not the order in which devices run them."""
         there = {*self.entering, *self.contents}
-        held = [0] * len(self.seating.meshes)
+        held = [0] * len(self.placement.meshes)
         found: list[int] = []
 
         def change(slots: Iterable[Slot], sign: int) -> None:
@@ -272,7 +274,7 @@ class Agenda:
 
         change(there, 1)
         for one, frees in zip(self.made, self._frees, strict=True):
-            found.append(held[one.seat[1]] if isinstance(one, Call) else 0)
+            found.append(held[one.location[1]] if isinstance(one, ProgramCall) else 0)
             new = [slot for slot in dict.fromkeys(one.makes) if slot not in there]
             change(new, 1)
             there.update(new)
@@ -304,15 +306,15 @@ class Agenda:
             in_shardings=tuple(a.sharding for a in args),
             out_shardings=[x.sharding for x in results],
             donate_argnums=given_away(*donated),
-            compiler_options=self.compiler_options(one.seat[0], beside_bytes, resting_bytes) or None,
+            compiler_options=self.compiler_options(one.location[0], beside_bytes, resting_bytes) or None,
         )
-        mesh = self.seating.meshes[one.seat[1]]
+        mesh = self.placement.meshes[one.location[1]]
         return Program(one.name, jitted, args, mesh, frozenset(donated), resting_bytes)
 
     def _donated(self, i: int) -> tuple[int, ...]:
         """The operands whose buffers become results': a task's sums; in a program that runs once, operands that nothing
         reads later, state first."""
-        one, programs = self._call(i), self.seating.programs
+        one, programs = self._call(i), self.placement.programs
         if one.program is None:
             return tuple(range(len(one.reads))) if programs.num_replicas == 1 else ()
         reads = one.program.reads
@@ -332,7 +334,7 @@ class Agenda:
 
     def _is_given_up(self, v: int) -> bool:
         """Whether a value may be donated: it is not an argument that its caller keeps."""
-        inputs = self.seating.programs.step.graph.inputs
+        inputs = self.placement.programs.step.graph.inputs
         return v not in inputs or inputs.index(v) in self.state | self.given_up
 
     def _type(self, slot: Slot) -> Any:
@@ -342,17 +344,17 @@ class Agenda:
     @cached_property
     def _lent(self) -> frozenset[Slot]:
         """The slots that other processes may read at any time."""
-        if not are_of_several_processes(self.seating.meshes):
+        if not are_of_several_processes(self.placement.meshes):
             return frozenset()
         return frozenset(slot for one in self.made if isinstance(one, Sending) for slot in one.reads)
 
-    def _function(self, one: Call) -> Callable[..., Sequence[Any]]:
+    def _function(self, one: ProgramCall) -> Callable[..., Sequence[Any]]:
         if one.program is None:
             return _reduced
-        program, (stage, worker) = one.program, one.seat
-        mesh = self.seating.meshes[worker]
-        inner = self._of_replicas if program in self.seating.programs.tasks.values() else self._once
-        function = inner(program, self.seating.shardings[stage].of_program(program), mesh)
+        program, (stage, worker) = one.program, one.location
+        mesh = self.placement.meshes[worker]
+        inner = self._of_replicas if program in self.placement.programs.tasks.values() else self._once
+        function = inner(program, self.placement.shardings[stage].of_program(program), mesh)
 
         def run(*values: Any) -> Sequence[Any]:
             with _jax.on_mesh(mesh):
@@ -368,7 +370,7 @@ class Agenda:
         axis = mesh.axis_names[0]
         own_mesh = mesh.abstract_mesh.update_axis_types({axis: AxisType.Manual})
         evaluate = evaluator(program.graph, sharding, own_mesh)
-        is_own = [self.seating.name(program, v, 0)[1] is not None for v in program.reads]
+        is_own = [self.placement.name(program, v, 0)[1] is not None for v in program.reads]
 
         def of_replica(*values: Any) -> Sequence[Any]:
             own = [x[0] if is_one else x for x, is_one in zip(values, is_own, strict=True)]
@@ -388,7 +390,7 @@ class Agenda:
     ) -> Callable[..., Sequence[Any]]:
         """The function of a program that runs once. It makes the zeros with which each replica begins a sum, and reads
         pieces from the replicas that have them."""
-        evaluate, programs = evaluator(program.graph, sharding, mesh), self.seating.programs
+        evaluate, programs = evaluator(program.graph, sharding, mesh), self.placement.programs
 
         def run(*values: Any) -> Sequence[Any]:
             read = [
@@ -407,7 +409,7 @@ class Agenda:
     @cached_property
     def _weak(self) -> frozenset[int]:
         """The values that leave the step with a weak type."""
-        programs = self.seating.programs
+        programs = self.placement.programs
         leaving = (programs.results[o] for o in programs.step.weak_results)
         return frozenset(v for v in leaving if isinstance(v, int))
 

@@ -24,7 +24,7 @@ Slot = int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Instruction:
+class StepInstruction:
     """One instruction of a step.
 
     Attributes:
@@ -59,7 +59,7 @@ class PipelineProgram:
 
     step: Step
     args: tuple[Any, ...]
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[StepInstruction, ...]
     slots: tuple[Any, ...]
     entering: tuple[Slot, ...]
     leaving: tuple[Slot, ...]

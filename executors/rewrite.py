@@ -193,7 +193,7 @@ class _Evaluation:
         return self.env[own[0]] if own else self.last_backward
 
     def _taken(self, x: Any, step: ReshardStep) -> Any:
-        return self._constrained(x, step.after) if step.is_imposed else x
+        return self._constrained(x, step.after) if step.is_constrained else x
 
     def _constrained(self, x: Any, spec: Spec) -> Any:
         return jax.lax.with_sharding_constraint(

@@ -32,7 +32,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.executors.jit import Program, jitted
 from autoshard.executors.rewrite import evaluator
-from autoshard.executors.spmd_layout import REPLICA, STAGE, Layout
+from autoshard.executors.spmd_layout import REPLICA, STAGE, SpmdLayout
 from autoshard.executors.spmd_ticks import NOTHING, Ticks
 from autoshard.search.ir.graph import Graph
 from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
@@ -60,7 +60,7 @@ def build(
     Raises:
       InputError: there are fewer devices than the mesh has.
     """
-    step, layout = program.step, Layout.on(program, sharding, devices)
+    step, layout = program.step, SpmdLayout.on(program, sharding, devices)
     inputs = [layout.resting(v) for v in step.graph.inputs]
     whole = NamedSharding(layout.mesh, PartitionSpec())
     outputs = [
@@ -76,7 +76,7 @@ class _Run:
     """Evaluates a step."""
 
     program: SpmdStep
-    layout: Layout
+    layout: SpmdLayout
 
     def run(self, flat: Sequence[Any]) -> list[Any]:
         """Maps the step's flat arguments to its flat results."""
@@ -86,7 +86,7 @@ class _Run:
         env |= {v: x for v, x in made if isinstance(v, int)}
         totals = {total for part in program.parts for total in part.sums.values()}
         layers = {v: layout.by_round(env[v], v) for v in _layers(program)}
-        dealt = {v: env[whole] for v, whole in program.examples.items()}
+        examples = {v: env[whole] for v, whole in program.examples.items()}
         once = {v: env[v] for v in _read_once(program) if v in env}
         run = jax.shard_map(
             lambda *given: _Replica(program, layout, *given).run(),
@@ -102,7 +102,7 @@ class _Run:
             check_vma=False,
         )
         try:
-            of_layers, of_all, pieces, stacks = run(layers, dealt, once)
+            of_layers, of_all, pieces, stacks = run(layers, examples, once)
         except FloatingPointError as e:  # JAX runs the replicas' function as one op
             raise FloatingPointError(
                 f"{str(e).rstrip('.')} in a loop of the pipeline. A program per stage (executor=) names the line"
@@ -155,9 +155,9 @@ class _Replica:
     def __init__(
         self,
         program: SpmdStep,
-        layout: Layout,
+        layout: SpmdLayout,
         layers: dict[int, Any],
-        dealt: dict[int, Any],
+        examples: dict[int, Any],
         once: dict[int, Any],
     ) -> None:
         self.program, self.layout = program, layout
@@ -168,7 +168,7 @@ class _Replica:
         index = program.values[program.index]
         numbers = (first + jnp.arange(self.count)).astype(index.dtype)
         self.all: dict[int, Any] = {program.index: numbers}
-        self.all |= {v: layout.held(x, v) for v, x in dealt.items()}
+        self.all |= {v: layout.held(x, v) for v, x in examples.items()}
         self.own: dict[int, Any] = {}
         self.stacks: dict[int, Any] = {}
         self.of_layers: dict[int, Any] = {}
@@ -194,7 +194,7 @@ class _Replica:
     def _segment(self, part: Segment) -> None:
         """Runs a segment on this stage's microbatches, one after another."""
         each = [v for v in part.reads if v not in self.once]
-        kept = [v for v in part.makes if v in part.wanted]
+        kept = [v for v in part.makes if v in part.exported]
         evaluate = evaluator(part.graph, self.layout.sharding.of_part(part), self.layout.own_mesh)
 
         def run(sums: dict[int, Any], xs: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -31,7 +31,7 @@ EVERY = PartitionSpec((REPLICA, STAGE))
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class SpmdLayout:
     """The layout of values.
 
     Attributes:
@@ -45,7 +45,7 @@ class Layout:
     mesh: Mesh | AbstractMesh
 
     @classmethod
-    def on(cls, program: SpmdStep, sharding: SpmdSharding, devices: Sequence[Any] | int) -> "Layout":
+    def on(cls, program: SpmdStep, sharding: SpmdSharding, devices: Sequence[Any] | int) -> "SpmdLayout":
         """The layout on the first of these devices, or on an abstract mesh for this number of devices.
 
         Raises:
@@ -123,13 +123,13 @@ class Layout:
         value on the host is left alone: a constraint would take it to the device."""
         if self.program.values[v].is_on_host:
             return x
-        return self.imposed(x, _behind(self.sharding.spec(v), ahead))
+        return self.constrained(x, _behind(self.sharding.spec(v), ahead))
 
     def entered(self, x: Any, v: int, ahead: int = 1) -> Any:
         """A value that all microbatches share, with `ahead` more dimensions in front, in the spec in which parts read it."""
-        return self.imposed(x, _behind(self.sharding.entry_spec(v), ahead))
+        return self.constrained(x, _behind(self.sharding.entry_spec(v), ahead))
 
-    def imposed(self, x: Any, spec: Spec) -> Any:
+    def constrained(self, x: Any, spec: Spec) -> Any:
         """An array with a spec over the axes of a replica's devices."""
         if prod(self.sharding.mesh_shape) == 1:
             return x

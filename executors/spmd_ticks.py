@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.executors.rewrite import evaluator
-from autoshard.executors.spmd_layout import STAGE, Layout
+from autoshard.executors.spmd_layout import STAGE, SpmdLayout
 from autoshard.search.ir.sharding import OperandReshard, ReshardStep, StepSharding
 from autoshard.search.plan.spmd_step import LOOP, LayerLoop, SpmdStep
 
@@ -40,7 +40,7 @@ class Ticks:
       part: the loop.
     """
 
-    layout: Layout
+    layout: SpmdLayout
     part: LayerLoop
 
     def run(self, layers: Arrays, once: Arrays, each: Arrays) -> tuple[Arrays, Arrays, Arrays]:
@@ -55,10 +55,10 @@ class Ticks:
           By value: results of each microbatch, zero but at the stage of rank 0; stacks, [slots, layers of a round, ...];
           and sums, [rounds, layers of a round, ...].
         """
-        wanted, added = self.part.wanted, [v for v in self._stacked if v in self.part.sums]
+        exported, added = self.part.exported, [v for v in self._stacked if v in self.part.sums]
         waiting = {v: self._zeros(v, self.count + 1) for v in self._carried}
         received = {v: self._zeros(v) for v in self._carried}
-        stacks = {v: self._empty(v, self._num_passes + 1) for v in self._stacked if v in wanted}
+        stacks = {v: self._empty(v, self._num_passes + 1) for v in self._stacked if v in exported}
         sums = {v: self._empty(self.part.sums[v], self._rounds) for v in added}
 
         def tick(state: tuple[Arrays, Arrays, Arrays, Arrays], t: Any) -> tuple[Any, None]:
@@ -82,7 +82,7 @@ class Ticks:
 
         ticks = jnp.arange(self._num_passes + self.program.num_workers - 1)
         (waiting, _, stacks, sums), _ = jax.lax.scan(tick, (waiting, received, stacks, sums), ticks)
-        handed_out = [v for v in self._carried if v in wanted or v in self.part.sums]
+        handed_out = [v for v in self._carried if v in exported or v in self.part.sums]
         results = {v: waiting[v][: self.count] for v in handed_out}
         results = {v: jnp.where(self._rank == 0, x, jnp.zeros_like(x)) for v, x in results.items()}
         return {v: self.layout.held(x, v) for v, x in results.items()}, stacks, sums
@@ -189,7 +189,7 @@ class Ticks:
     def _brought(self, x: Any, n: int) -> Any:
         """An operand in the spec in which the loop reads it."""
         for step in self._path(n):
-            x = self.layout.imposed(x, step.after) if step.is_imposed else x
+            x = self.layout.constrained(x, step.after) if step.is_constrained else x
         return x
 
     def _path(self, n: int) -> tuple[ReshardStep, ...]:

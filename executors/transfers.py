@@ -32,7 +32,7 @@ DEVICES = "devices"
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class RepeatedTransfer:
     """The transfer of values to their target shardings, repeated in each step.
 
     Attributes:

@@ -36,10 +36,10 @@ from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.reconciliation import ContradictionError, Reconciled, reconciled
 from autoshard.search.plan.retention import CoarseError, RetentionCodec
 from autoshard.search.plan.shardings import step_sharding
+from autoshard.search.problem.equivalence import folded_like
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
-from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.shortening import Shortened, shortened
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
@@ -459,7 +459,7 @@ def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
     try:
         return reconciled(on_mesh.problem, kept, codec.firmness(plan.decisions, plan.edited), EDITED)
     except ContradictionError as e:
-        edits = [f"{codec.names[node][0]!r} as {codec.said(node, plan.decisions)!r}" for node in e.nodes]
+        edits = [f"{codec.names[node][0]!r} as {codec.text_of(node, plan.decisions)!r}" for node in e.nodes]
         raise PlanError(
             f"{place}: {' and '.join(edits)} contradict each other, and both were edited. Undo one of the two, or delete "
             "it to have it decided anew"
@@ -478,7 +478,7 @@ def _finished(
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
     sites, offloaded_sites = step_problem.sites, step_problem.offloaded_sites
     retention = (
-        RetentionCodec(step_problem.traced_program).said(sites, offloaded_sites)
+        RetentionCodec(step_problem.traced_program).decisions(sites, offloaded_sites)
         if sites or offloaded_sites
         else {}
     )

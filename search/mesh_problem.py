@@ -25,11 +25,11 @@ from autoshard.search.memory.offload import Offloaded, offloaded
 from autoshard.search.memory.recompute import recomputed
 from autoshard.search.plan.decisions import DecisionCodec, allowed_by_pins
 from autoshard.search.problem.costs import CostedGraph, price
+from autoshard.search.problem.equivalence import folded_like
 from autoshard.search.problem.flat_program import FlatProgram, flatten
 from autoshard.search.problem.folding import FoldedProgram, fold, separate
 from autoshard.search.problem.fusion import Fusion, expensive_itemsize
 from autoshard.search.problem.kernels import Kernels, kernels
-from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.live_ranges import LiveRange, LiveRanges
 from autoshard.search.problem.memory_rows import Memory, Peak
 from autoshard.search.problem.op_groups import op_groups
@@ -577,9 +577,9 @@ class MeshProblem:
             if all(label in k for k, label in zip(kept, labels, strict=True)):
                 yield _renumbered(kept, labels)
 
-    def _round[Answer](
-        self, answer: Answer, labels: Labels, limit_bytes: float
-    ) -> Round[tuple[Answer, Prediction]]:
+    def _round[MilpResult](
+        self, answer: MilpResult, labels: Labels, limit_bytes: float
+    ) -> Round[tuple[MilpResult, Prediction]]:
         """An answer of the solver, with the memory that the rows and the kernels find for it."""
         predicted, expected_bytes = self.predicted(labels, limit_bytes), self.memory.peak(labels).num_bytes
         needed_bytes = predicted.needed_bytes

@@ -331,7 +331,7 @@ class Estimates:
         visible_s = max(VISIBLE_SHARE * copied_s, copied_s - hidden_s)
         cost_s = self.uncapped.cost_s + recompute_s + visible_s
         again = frozenset[Site]().union(
-            *(part.made_again(sites, frozenset(offloaded_sites)) for part in self.parts)
+            *(part.recomputed_with(sites, frozenset(offloaded_sites)) for part in self.parts)
         )
         fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
         yield Candidate(

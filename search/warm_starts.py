@@ -1,7 +1,7 @@
 """Warm starts: strategies of one step, carried to another step or to another mesh.
 
 A search of a deep model solves a shortened step, whose representative layers stand for many
-(`search.problem.shortening`). The whole step's program is folded as the shortened one's (`search.problem.likes`), so
+(`search.problem.shortening`). The whole step's program is folded as the shortened one's (`search.problem.equivalence`), so
 nearly all nodes are shared decisions. The other nodes are solved with all shared ones fixed: in the whole step, for
 instance, a represented layer hands its result to another represented layer. If representative layers differ in their
 decisions, this may fail.
@@ -13,8 +13,8 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 
 from autoshard.search.mesh_problem import MeshProblem
+from autoshard.search.problem.equivalence import blocks, places
 from autoshard.search.problem.folding import FoldedProgram
-from autoshard.search.problem.likes import blocks, places
 from autoshard.search.problem.strategies import port_specs
 from autoshard.search.problem.strategy_graph import Maker, Port, StrategyGraph
 from autoshard.search.solver.pbqp import Labels
@@ -103,10 +103,10 @@ def unlike_neighbours(short: FoldedProgram) -> frozenset[int]:
     values that blocks of such a run pass to each other."""
     program, stacks = short.program, dict[int, dict[int, dict[Hashable, int]]]()
     for op, place, op_class in zip(program.ops, places(program), short.class_of, strict=True):
-        likes = op.op.likes if op.op is not None else None
-        if likes is not None and likes.repeats > 1 and likes.place is not None:
-            stack, _ = likes.place
-            stacks.setdefault(stack, {}).setdefault(likes.block, {})[place] = op_class
+        equivalence = op.op.equivalence if op.op is not None else None
+        if equivalence is not None and equivalence.repeats > 1 and equivalence.place is not None:
+            stack, _ = equivalence.place
+            stacks.setdefault(stack, {}).setdefault(equivalence.block, {})[place] = op_class
     found = set[int]()
     for decided in stacks.values():
         blocks = sorted(decided)

@@ -53,8 +53,10 @@ def printed(x: Any) -> str:
     Raises:
       UnwritableError: it has an extended dtype.
     """
-    said = source.numbers(repr(x.tolist()))
-    return f"jnp.array({said}, {source.dtype(x.dtype)})" if x.shape else f"{source.dtype(x.dtype)}({said})"
+    numbers = source.numbers(repr(x.tolist()))
+    return (
+        f"jnp.array({numbers}, {source.dtype(x.dtype)})" if x.shape else f"{source.dtype(x.dtype)}({numbers})"
+    )
 
 
 def _ruled(x: np.ndarray) -> Iterator[str]:

@@ -20,11 +20,11 @@ from autoshard.cost_model.xla.plugin import is_there
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.ejection.inside import constraints
-from autoshard.ejection.layout import Layout, arguments
+from autoshard.ejection.layout import ProgramLayout, arguments
 from autoshard.ejection.proof import FLAGS, Beside, Oracle, loaded
 from autoshard.ejection.shardings_file import shardings_file
 from autoshard.ejection.whole_files import printed, usage, wrapper_file, written_file
-from autoshard.ejection.written import Written
+from autoshard.ejection.written import PrintedProgram
 from autoshard.executors.jit import Program
 from autoshard.options import ALWAYS, NEVER
 from autoshard.progress import Progress
@@ -165,7 +165,7 @@ class Ejection:
         Raises:
           InputError: the written form is asked for, and an equation has no source.
         """
-        layout = Layout.of(self.program, self.names)
+        layout = ProgramLayout.of(self.program, self.names)
         compare = None if oracle is None else self._comparison(oracle)
         if form == WRAPPER:
             return self._wrapper(layout, compare)
@@ -183,14 +183,14 @@ class Ejection:
         return self._wrapper(layout, compare, f"the plan's program cannot be written: {program.fault}")
 
     def _written(
-        self, layout: Layout, program: Written, compare: Compare | None, tried: Sequence[str]
+        self, layout: ProgramLayout, program: PrintedProgram, compare: Compare | None, tried: Sequence[str]
     ) -> Ejected:
         file = partial(written_file, layout, program, self.gpu_options)
         sentence = f"{WRITTEN_FORM}{STORED * bool(program.stored)}"
         draft = _Draft(WRITTEN, file, sentence, tried=tuple(tried), constants=program.stored)
         return self._judged(draft, layout, compare)
 
-    def _wrapper(self, layout: Layout, compare: Compare | None, *unsaid: str) -> Ejected:
+    def _wrapper(self, layout: ProgramLayout, compare: Compare | None, *unsaid: str) -> Ejected:
         is_one = isinstance(self.found, SearchResult)
         read = _read(self.found.step, self.found.sharding, layout) if is_one else {}
         file = partial(wrapper_file, layout, read, self.gpu_options)
@@ -198,13 +198,13 @@ class Ejection:
         unplaced = (*unsaid, *_inner_decisions(self.plan))
         return self._judged(_Draft(WRAPPER, file, WRAPPER_FORM, unplaced, tuple(inside)), layout, compare)
 
-    def _judged(self, draft: "_Draft", layout: Layout, compare: Compare | None) -> Ejected:
+    def _judged(self, draft: "_Draft", layout: ProgramLayout, compare: Compare | None) -> Ejected:
         """A file whose docstring says how it differs from the plan's program."""
         beside = None if compare is None else compare(draft.file([]), draft.constants)
         compiled = () if beside is None else beside.differences
         differences = (*draft.differences, *_donations(layout), *compiled)
         mesh = format_mesh(tuple(layout.mesh.values()))
-        said = (
+        paragraphs = (
             f"`{layout.step}` on {self.cluster.name}, a mesh of {mesh} devices.",
             usage(layout),
             draft.sentence,
@@ -213,7 +213,7 @@ class Ejection:
             f"Ejected by autoshard from the plan with the fingerprint {self.plan.fingerprint}.",
         )
         ejected = Ejected(
-            draft.file(said), draft.form, differences, tried=draft.tried, constants=draft.constants
+            draft.file(paragraphs), draft.form, differences, tried=draft.tried, constants=draft.constants
         )
         if beside is None:
             return ejected
@@ -309,7 +309,7 @@ def _listed(head: str, items: Sequence[str]) -> str:
     return "\n".join([head, "", *(f"  * {item}" for item in items)])
 
 
-def _donations(layout: Layout) -> Iterator[str]:
+def _donations(layout: ProgramLayout) -> Iterator[str]:
     """A sentence on arguments of which the plan's program donates a part."""
     if layout.partly_donated:
         yield (
@@ -328,15 +328,17 @@ def _inner_decisions(plan: Plan) -> Iterator[str]:
         yield f"the plan recomputes or offloads residuals of {len(plan.retention)} kinds of operations"
 
 
-def _read(step: Step, sharding: StepSharding, layout: Layout) -> Mapping[str, Mapping[str, PartitionSpec]]:
+def _read(
+    step: Step, sharding: StepSharding, layout: ProgramLayout
+) -> Mapping[str, Mapping[str, PartitionSpec]]:
     """Per argument and path, the spec in which an array is first read, if not as it rests."""
     first: dict[int, tuple[PartitionSpec, ...]] = {}
     for i, op in enumerate(step.graph.ops):
         for n, v in enumerate(op.inputs):
             if isinstance(v, int):
                 reshard = sharding.reshards.get(("operand", (i,), n), OperandReshard(()))
-                imposed = (s.after for s in reshard.path if s.is_imposed)
-                first.setdefault(v, tuple(partition_spec(s, sharding.axis_names) for s in imposed))
+                constrained = (s.after for s in reshard.path if s.is_constrained)
+                first.setdefault(v, tuple(partition_spec(s, sharding.axis_names) for s in constrained))
     leaves = [(tree.name, path) for tree in layout.arguments for path in tree.leaves]
     found: dict[str, dict[str, PartitionSpec]] = {}
     for v, (name, path) in zip(step.graph.inputs, leaves, strict=True):

@@ -52,8 +52,8 @@ def _keywords(function: str, *names: str, variadic: bool = False) -> Callable[[O
 
     def written(operands: Operands, params: Params) -> str:
         first = sequence(tuple(operands)) if variadic else ", ".join(operands)
-        said = (f"{name}={text(params[name])}" for name in names if params.get(name) is not None)
-        return f"{function}({', '.join(filter(None, (first, *said)))})"
+        keywords = (f"{name}={text(params[name])}" for name in names if params.get(name) is not None)
+        return f"{function}({', '.join(filter(None, (first, *keywords)))})"
 
     return written
 

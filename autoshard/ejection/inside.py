@@ -15,7 +15,7 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 """Primitives whose results are listed: partitioners take the shardings of other values from these."""
 
 MAX_LINES = 24
-"""Most lines of the list. Source: a choice of ours, half a screen."""
+"""Most lines of the list. Source: the lines of a VT100."""
 
 
 def constraints(step: Step, sharding: StepSharding) -> list[str]:

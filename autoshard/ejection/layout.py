@@ -56,7 +56,7 @@ class Objects:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ProgramLayout:
     """The shardings at a program's border.
 
     Attributes:
@@ -93,7 +93,7 @@ class Layout:
         return (*self.arguments, *(tree for tree in self.results if isinstance(tree, Tree)))
 
     @classmethod
-    def of(cls, program: Program, names: Sequence[str]) -> "Layout":
+    def of(cls, program: Program, names: Sequence[str]) -> "ProgramLayout":
         """The border of a program.
 
         Args:
@@ -123,7 +123,7 @@ class Layout:
     @classmethod
     def _of_objects(
         cls, program: Program, names: Sequence[str], call: _jax.JittedCall, made: InPlace
-    ) -> "Layout":
+    ) -> "ProgramLayout":
         """The border of a program whose arguments hold objects. These come back whole, so they are donated whole."""
         of_objects = [i for i, x in enumerate(program.args) if isinstance(x, Variables)]
         objects = Objects(

@@ -21,14 +21,14 @@ def shardings_file(plan: Plan, mesh: Mapping[str, int], arguments: Sequence[Tree
       arguments: the places of the step's arguments.
     """
     shape = format_mesh(tuple(mesh.values()))
-    said = [
+    paragraphs = [
         f"The shardings of the arguments of `{plan.step}` on {plan.cluster['name']}, a mesh of {shape} devices.",
         "`SPECS[argument]` has a spec for each array by its path, "
         '`jax.tree_util.keystr(path, simple=True, separator="/")`. State that the step returns has the specs of the state '
         "that it replaces. Arrays in `MEMORY_KINDS` rest in their host's memory.",
         f"Ejected by autoshard from the plan with the fingerprint {plan.fingerprint}.",
     ]
-    parts = [docstring(said), IMPORT_SPEC, constants(mesh, arguments)]
+    parts = [docstring(paragraphs), IMPORT_SPEC, constants(mesh, arguments)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -123,8 +123,8 @@ def _braced(entries: Mapping[str, str | Mapping[str, str]], indent: str) -> str:
 
 
 def _record(value: Any, fields: tuple[str, ...]) -> str:
-    said = ", ".join(f"{name}={text(getattr(value, name))}" for name in fields)
-    return f"{_home(type(value))}({said})"
+    arguments = ", ".join(f"{name}={text(getattr(value, name))}" for name in fields)
+    return f"{_home(type(value))}({arguments})"
 
 
 def _home(kind: type) -> str:

@@ -16,7 +16,7 @@ from autoshard.ejection import source
 from autoshard.ejection.layout import path_text
 from autoshard.ejection.shardings_file import IMPORT_SPEC, docstring
 from autoshard.search.ir.spec import partition_spec
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 
 
 def stage_shardings_file(found: Pipeline, names: Sequence[str]) -> str:
@@ -30,7 +30,7 @@ def stage_shardings_file(found: Pipeline, names: Sequence[str]) -> str:
       InputError: two arrays of an argument have one path and lie apart.
     """
     plan = found.plan
-    said = [
+    paragraphs = [
         f"The shardings of the arguments of `{plan.step}` on {plan.cluster['name']}, a pipeline of {len(plan.stages)} "
         f"stages under the schedule {plan.schedule}, {plan.microbatches} microbatches.",
         "`STAGES[n]` is the mesh of stage n, and `DEVICES[n]` the numbers of its devices. `SPECS[argument]` has a spec for "
@@ -38,7 +38,7 @@ def stage_shardings_file(found: Pipeline, names: Sequence[str]) -> str:
         "`STAGE[argument]` has for it. State that the step returns rests as the state that it replaces.",
         f"Ejected by autoshard from the plan with the fingerprint {plan.fingerprint}.",
     ]
-    return "\n\n".join([docstring(said), IMPORT_SPEC, _constants(found, names)]) + "\n"
+    return "\n\n".join([docstring(paragraphs), IMPORT_SPEC, _constants(found, names)]) + "\n"
 
 
 def _constants(found: Pipeline, names: Sequence[str]) -> str:

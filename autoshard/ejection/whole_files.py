@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from autoshard.ejection import source
-from autoshard.ejection.layout import Layout, Objects, Tree
+from autoshard.ejection.layout import Objects, ProgramLayout, Tree
 from autoshard.ejection.shardings_file import constants, docstring
-from autoshard.ejection.written import INDENT, Written, identifier, written
+from autoshard.ejection.written import INDENT, PrintedProgram, identifier, written
 
 IMPORTS = """import jax
 {}from jax.sharding import AxisType, NamedSharding, PartitionSpec as P"""
@@ -108,7 +108,7 @@ IN_PLACE = """
 """
 
 
-def usage(layout: Layout) -> str:
+def usage(layout: ProgramLayout) -> str:
     """The lines of a training loop that use the file."""
     if layout.objects is not None:
         return _usage_of_objects(layout, layout.objects)
@@ -125,7 +125,7 @@ def usage(layout: Layout) -> str:
     return "\n".join(f"{INDENT}{line}" for line in lines)
 
 
-def _usage_of_objects(layout: Layout, objects: Objects) -> str:
+def _usage_of_objects(layout: ProgramLayout, objects: Objects) -> str:
     called = ", ".join(layout.names)
     placed = (
         f"nnx.update({name}, placed({source.quoted(name)}, nnx.state({name}), mesh))"
@@ -136,10 +136,10 @@ def _usage_of_objects(layout: Layout, objects: Objects) -> str:
 
 
 def wrapper_file(
-    layout: Layout,
+    layout: ProgramLayout,
     read: Mapping[str, Mapping[str, PartitionSpec]],
     options: Mapping[str, str],
-    said: Sequence[str],
+    paragraphs: Sequence[str],
 ) -> str:
     """The file that jits the user's own step.
 
@@ -147,7 +147,7 @@ def wrapper_file(
       layout: the shardings at the step's border.
       read: per argument, the specs in which its arrays are read, by path; of those that are not read as they rest.
       options: the compiler's options on GPUs.
-      said: the paragraphs of the file's docstring.
+      paragraphs: the paragraphs of the file's docstring.
     """
     is_hosted = any(tree.hosted for tree in layout.arguments)
     run = [
@@ -157,16 +157,16 @@ def wrapper_file(
         f"{INDENT}return step(*args)",
     ]
     helpers = [HOSTED] * is_hosted + [READ] * bool(read)
-    return _file(layout, options, said, _Content(run, constants=_read_constants(read), helpers=helpers))
+    return _file(layout, options, paragraphs, _Content(run, constants=_read_constants(read), helpers=helpers))
 
 
-def printed(layout: Layout) -> Written:
+def printed(layout: ProgramLayout) -> PrintedProgram:
     """The layout's program, with arguments named by their paths."""
     resting = [leaf.spec for tree in layout.arguments for leaf in tree.leaves.values()]
     return written(layout.call, _flat_names(layout), resting)
 
 
-def _flat_names(layout: Layout) -> list[str]:
+def _flat_names(layout: ProgramLayout) -> list[str]:
     """A name for each flat argument; a number follows on one that came before."""
     found: dict[str, None] = {}
     for tree in layout.arguments:
@@ -181,7 +181,9 @@ LOADED = """with np.load(__file__.removesuffix(".py") + ".npz") as arrays:
     CONSTANTS = dict(arrays)"""
 
 
-def written_file(layout: Layout, body: Written, options: Mapping[str, str], said: Sequence[str]) -> str:
+def written_file(
+    layout: ProgramLayout, body: PrintedProgram, options: Mapping[str, str], paragraphs: Sequence[str]
+) -> str:
     """The file that has the program itself, as `printed` gives it."""
     program = [
         "def written(",
@@ -199,10 +201,10 @@ def written_file(layout: Layout, body: Written, options: Mapping[str, str], said
     use = "; here it only gives the structure of the result"
     imports = f"import jax.numpy as jnp\n{'import numpy as np\n' * bool(body.stored)}from jax import lax\n"
     loaded = [LOADED] if body.stored else []
-    return _file(layout, options, said, _Content(run, use, loaded, ["\n".join(program)], imports))
+    return _file(layout, options, paragraphs, _Content(run, use, loaded, ["\n".join(program)], imports))
 
 
-def _written_run(layout: Layout) -> list[str]:
+def _written_run(layout: ProgramLayout) -> list[str]:
     """The function that calls the written program and gives its results their structure."""
     objects = layout.objects
     if objects is None:
@@ -271,7 +273,9 @@ def _read_constants(read: Mapping[str, Mapping[str, PartitionSpec]]) -> list[str
     return [source.dictionary("READ", texts)] if read else []
 
 
-def _file(layout: Layout, options: Mapping[str, str], said: Sequence[str], content: _Content) -> str:
+def _file(
+    layout: ProgramLayout, options: Mapping[str, str], paragraphs: Sequence[str], content: _Content
+) -> str:
     names, objects = ", ".join(map(source.quoted, layout.names)), layout.objects
     assigned = [
         constants(layout.mesh, layout.trees),
@@ -297,7 +301,7 @@ def _file(layout: Layout, options: Mapping[str, str], said: Sequence[str], conte
         in_place=IN_PLACE if objects else "",
     )
     imports = f"{content.imports}from flax import nnx\n" if objects else content.imports
-    head = [docstring(said), IMPORTS.format(imports), "\n".join(assigned)]
+    head = [docstring(paragraphs), IMPORTS.format(imports), "\n".join(assigned)]
     helpers = [PURE, *content.helpers] if objects else content.helpers
     return "\n\n".join(head) + "\n\n\n" + "\n\n".join([FUNCTIONS, *helpers, text])
 
@@ -307,7 +311,7 @@ def _object_constants(objects: Objects, is_written: bool) -> list[str]:
     return [named, f"CHANGED = {source.text(objects.changed)}"] if is_written else [named]
 
 
-def _outputs(layout: Layout) -> str:
+def _outputs(layout: ProgramLayout) -> str:
     """The source of `out_shardings`."""
     if not layout.is_tuple:
         return _output(layout.results[0], "result")

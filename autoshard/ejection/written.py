@@ -34,7 +34,7 @@ MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class PrintedProgram:
     """A printed program.
 
     Attributes:
@@ -56,7 +56,9 @@ class Written:
         return f"no public call of JAX was found for {len(self.unwritten)} equations: {first}"
 
 
-def written(call: _jax.JittedCall, arguments: Sequence[str], resting: Sequence[PartitionSpec]) -> Written:
+def written(
+    call: _jax.JittedCall, arguments: Sequence[str], resting: Sequence[PartitionSpec]
+) -> PrintedProgram:
     """Prints a program.
 
     Args:
@@ -68,7 +70,7 @@ def written(call: _jax.JittedCall, arguments: Sequence[str], resting: Sequence[P
     there = (resting[i] for i in call.operands)
     printer = _Printer(taken=frozenset(arguments), resting=dict(zip(body.invars, there, strict=True)))
     lines = tuple(printer.function_body(call.jaxpr, [arguments[i] for i in call.operands]))
-    return Written(lines, tuple(printer.unwritten), printer.stored)
+    return PrintedProgram(lines, tuple(printer.unwritten), printer.stored)
 
 
 @dataclass(eq=False)
@@ -177,10 +179,10 @@ class _Printer:
     def assigned(self, name: str, content: Any) -> Iterator[str]:
         """The assignment of a constant array."""
         try:
-            said = constant(content)
-            if said is None:
-                said, self.stored[name] = stored(content, name)
-            yield f"{name} = {said}"
+            code = constant(content)
+            if code is None:
+                code, self.stored[name] = stored(content, name)
+            yield f"{name} = {code}"
         except UnwritableError as e:
             self.unwritten.append(f"a constant array of shape {np.shape(content)} ({e})")
 

@@ -23,8 +23,8 @@ def answer(plan: PlanValues, cluster: AnyCluster, gap: str) -> Html:
         "More memory": more_memory(plan),
         "Certificate": gap[:1].upper() + gap[1:] + ".",
     }
-    said = (joined((element("dt", name), element("dd", text))) for name, text in sentences.items())
-    return joined((_numbers(plan, cluster), element("dl", *said, class_="sentences")))
+    rows = (joined((element("dt", name), element("dd", text))) for name, text in sentences.items())
+    return joined((_numbers(plan, cluster), element("dl", *rows, class_="sentences")))
 
 
 def _numbers(plan: PlanValues, cluster: AnyCluster) -> Html:

@@ -30,12 +30,12 @@ OPEN = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ArgumentNode:
     """An argument, or a subtree of arguments.
 
     Attributes:
       label: its piece of the path; of several alike, with their numbers as ranges.
-      said: of an argument: its type, its role and its spec.
+      described: of an argument: its type, its role and its spec.
       num_bytes: on one device, of one of those that it stands for; None if no type's size is known.
       count: number of arguments below it, or one.
       copies: number of siblings that it stands for.
@@ -43,16 +43,16 @@ class Node:
     """
 
     label: str
-    said: tuple[str, str, str] | None = None
+    described: tuple[str, str, str] | None = None
     num_bytes: int | None = 0
     count: int = 1
     copies: int = 1
-    children: tuple["Node", ...] = ()
+    children: tuple["ArgumentNode", ...] = ()
 
     @property
     def shape(self) -> object:
         """Equal for nodes that hold the same arguments but for the number in their own label."""
-        return self.said or tuple((child.label, child.copies, child.shape) for child in self.children)
+        return self.described or tuple((child.label, child.copies, child.shape) for child in self.children)
 
     @property
     def all_bytes(self) -> int | None:
@@ -60,7 +60,7 @@ class Node:
         return None if self.num_bytes is None else self.copies * self.num_bytes
 
 
-Branch = dict[str, "Branch | Node"]
+Branch = dict[str, "Branch | ArgumentNode"]
 """Arguments by piece of their path."""
 
 
@@ -98,7 +98,7 @@ def argument_tree(plan: PlanValues) -> Html:
 _ORDERS = {"place": "as in the step", "bytes": "by bytes", "name": "by name"}
 
 
-def tree(plan: PlanValues) -> Node:
+def tree(plan: PlanValues) -> ArgumentNode:
     """The arguments of a plan, folded."""
     specs = {name: spec for sharding in reversed(plan.shardings) for name, spec in sharding.arguments.items()}
     types = plan.outline.arguments if plan.outline else {}
@@ -108,28 +108,30 @@ def tree(plan: PlanValues) -> Node:
     return _parent("", root)
 
 
-def _insert(root: Branch, name: str, said: str, spec: str, mesh: Mapping[str, int]) -> None:
+def _insert(root: Branch, name: str, described: str, spec: str, mesh: Mapping[str, int]) -> None:
     """Puts an argument where its path leads; beside all others if an argument is in its way."""
     *path, last = pieces(name)
     branch = root
     for label in path:
         below = branch.setdefault(label, {})
-        if isinstance(below, Node):
+        if isinstance(below, ArgumentNode):
             branch, last = root, name
             break
         branch = below
     last = name if last in branch else last
-    (root if last == name else branch)[last] = _leaf(last, said, spec, mesh)
+    (root if last == name else branch)[last] = _leaf(last, described, spec, mesh)
 
 
-def _leaf(label: str, said: str, spec: str, mesh: Mapping[str, int]) -> Node:
-    kind, _, role = said.rpartition(" ")
-    return Node(label, (kind or "-", role.replace("_", " ") or "-", spec), local_bytes(kind, spec, mesh))
+def _leaf(label: str, described: str, spec: str, mesh: Mapping[str, int]) -> ArgumentNode:
+    kind, _, role = described.rpartition(" ")
+    return ArgumentNode(
+        label, (kind or "-", role.replace("_", " ") or "-", spec), local_bytes(kind, spec, mesh)
+    )
 
 
-def _folded(label: str, below: "Branch | Node") -> Node:
+def _folded(label: str, below: "Branch | ArgumentNode") -> ArgumentNode:
     """A node, and its only child in its place if it has one."""
-    if isinstance(below, Node):
+    if isinstance(below, ArgumentNode):
         return below
     parent = _parent(label, below)
     only = parent.children[0]
@@ -138,25 +140,25 @@ def _folded(label: str, below: "Branch | Node") -> Node:
     )
 
 
-def _parent(label: str, below: Branch) -> Node:
+def _parent(label: str, below: Branch) -> ArgumentNode:
     """A node whose children that are alike are one."""
-    alike: dict[object, list[Node]] = {}
+    alike: dict[object, list[ArgumentNode]] = {}
     for child in (_folded(name, part) for name, part in below.items()):
         alike.setdefault(_kind(child), []).append(child)
     children = tuple(map(_one, alike.values()))
     known = [child.all_bytes for child in children if child.all_bytes is not None]
     count = sum(child.copies * child.count for child in children)
-    return Node(label, None, sum(known) if known else None, count, 1, children)
+    return ArgumentNode(label, None, sum(known) if known else None, count, 1, children)
 
 
-def _kind(node: Node) -> object:
+def _kind(node: ArgumentNode) -> object:
     """Equal for siblings that are alike: their labels differ in one number, as it is written without zeros before it."""
     numbers = _NUMBER.findall(node.label)
     is_numbered = len(numbers) == 1 and numbers[0] == str(int(numbers[0]))
     return (_NUMBER.sub("*", node.label), node.shape) if is_numbered else node.label
 
 
-def _one(alike: Sequence[Node]) -> Node:
+def _one(alike: Sequence[ArgumentNode]) -> ArgumentNode:
     """One node for several that are alike."""
     if len(alike) == 1:
         return alike[0]
@@ -164,14 +166,14 @@ def _one(alike: Sequence[Node]) -> Node:
     return replace(alike[0], label=_NUMBER.sub(ranges(numbers), alike[0].label), copies=len(alike))
 
 
-def _leaves(node: Node) -> Iterator[Node]:
-    if node.said:
+def _leaves(node: ArgumentNode) -> Iterator[ArgumentNode]:
+    if node.described:
         yield node
     for child in node.children:
         yield from _leaves(child)
 
 
-def _without(node: Node, left_out: Container[int]) -> Node:
+def _without(node: ArgumentNode, left_out: Container[int]) -> ArgumentNode:
     """A node without some of its leaves, by identity; its numbers stay those of all."""
     kept = tuple(_without(child, left_out) for child in node.children if id(child) not in left_out)
     return replace(node, children=kept) if node.children else node
@@ -180,7 +182,7 @@ def _without(node: Node, left_out: Container[int]) -> Node:
 # --- drawing
 
 
-def _drawn(node: Node, is_open: bool) -> Html:
+def _drawn(node: ArgumentNode, is_open: bool) -> Html:
     label = element(
         "code",
         node.label.removesuffix(BOX),
@@ -188,8 +190,8 @@ def _drawn(node: Node, is_open: bool) -> Html:
     )
     num_bytes = node.all_bytes
     size = element("span", "-" if num_bytes is None else format_bytes(num_bytes), class_="number")
-    if node.said:
-        kind, role, spec = node.said
+    if node.described:
+        kind, role, spec = node.described
         return element(
             "div",
             label,

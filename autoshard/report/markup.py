@@ -91,5 +91,5 @@ def _escaped(text: str) -> str:
 def _attribute(name: str, value: str | float | bool | None) -> str:
     if value is None or value is False:
         return ""
-    said = name.rstrip("_").replace("_", "-")
-    return f" {said}" if value is True else f' {said}="{escape(str(value))}"'
+    attribute = name.rstrip("_").replace("_", "-")
+    return f" {attribute}" if value is True else f' {attribute}="{escape(str(value))}"'

@@ -17,8 +17,9 @@ from autoshard.report.schedule_chart import schedule_chart
 from autoshard.report.step_chart import residents_table, step_chart, time_table
 from autoshard.search.pipeline.simulator import Simulation
 from autoshard.search.pipeline.timeline import simulated
+from autoshard.search.plan.certificate import certificate, certified_gap
 from autoshard.search.plan.edits import is_edited
-from autoshard.search.plan.summary import certificate, certified_gap, plan_title
+from autoshard.search.plan.summary import plan_title
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import Candidate, Collective, PlanValues
 
@@ -27,9 +28,6 @@ FRAME = "width:100%;height:640px;border:0"
 
 MAX_COLLECTIVES = 60
 """Lines of collectives: of a pipeline, each stage has its own."""
-
-MAX_OPTIONS = 1000
-"""Letters of the options: there may be a pin for each argument."""
 
 SAME = 1e-6
 """Relative difference of times that are one, as the solver adds them up in another order."""
@@ -238,8 +236,8 @@ def _verdict(plan: PlanValues, one: Candidate) -> str:
 def _sources(plan: PlanValues, cluster: AnyCluster) -> Html:
     """The sources of the page's numbers: estimates, the compiler, measurements."""
     compiled = plan.estimates.compiled_peak_bytes
-    named = {path: said for group in cluster.groups for path, said in group.sources}
-    measured = sum(said.startswith("measured") for said in named.values())
+    named = {path: source for group in cluster.groups for path, source in group.sources}
+    measured = sum(source.startswith("measured") for source in named.values())
     rows = [
         ("times, collectives, memory", "estimated", "by the cost model, from the decisions of the plan"),
         (

@@ -40,13 +40,13 @@ def pipeline_memory(plan: PlanValues, simulation: Simulation) -> Html:
     left = len(stacks) - MAX_LANES
     more = element("p", f"and {plural(left, 'worker')} more", class_="note") if left > 0 else None
     height = "the cap" if top == cap else "the most that a worker holds"
-    said = (
+    sentence = (
         f"Memory of each worker by the costs of its stages; a lane is as high as {height}, {format_bytes(top)}. The "
         "predicted peak also counts values that wait for a reader, and the update."
     )
     return element(
         "figure",
-        element("p", said, class_="axis"),
+        element("p", sentence, class_="axis"),
         element("div", *lanes, class_="lanes"),
         more,
         ticks(simulation.makespan_s),

@@ -23,7 +23,7 @@ NEAR = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class DecadeAxis:
     """A logarithmic axis over whole decades.
 
     Attributes:
@@ -35,7 +35,7 @@ class Axis:
     decades: int
 
     @classmethod
-    def over(cls, values: Sequence[float]) -> "Axis":
+    def over(cls, values: Sequence[float]) -> "DecadeAxis":
         """The axis that has room for some values."""
         first, last = math.floor(math.log10(min(values))), math.ceil(math.log10(1.001 * max(values)))
         return cls(10.0**first, max(1, last - first))
@@ -64,8 +64,8 @@ def _chart(ops: Sequence[OpTime], device: Device) -> Html:
         for n, op in enumerate(ops, 1)
         if op.flops and op.moved_bytes and op.seconds
     }
-    across = Axis.over([*(density for density, _ in found.values()), peak / bandwidth])
-    up = Axis.over([*(rate for _, rate in found.values()), peak])
+    across = DecadeAxis.over([*(density for density, _ in found.values()), peak / bandwidth])
+    up = DecadeAxis.over([*(rate for _, rate in found.values()), peak])
     places = {n: (across.at(density), up.at(rate)) for n, (density, rate) in found.items()}
     start = max(across.least, up.least / bandwidth)
     roof = f"M{across.at(start):.1f} {100 - up.at(start * bandwidth):.1f}"

@@ -62,8 +62,8 @@ def _tasks(number: int, runs: tuple[Run, ...], simulation: Simulation) -> Html:
 def _block(run: Run, whole_s: float) -> Html:
     share = (run.end_s - run.start_s) / whole_s
     place = f"left:{100 * run.start_s / whole_s:.2f}%;width:{100 * share:.2f}%"
-    said = str(run.task.microbatch) if share >= LEAST_NUMBERED else None
-    return element("i", said, class_=run.task.kind.letter, style=place)
+    number = str(run.task.microbatch) if share >= LEAST_NUMBERED else None
+    return element("i", number, class_=run.task.kind.letter, style=place)
 
 
 def _slices(number: int, runs: tuple[Run, ...], simulation: Simulation) -> Html:

@@ -59,11 +59,11 @@ def _limit_of_program(plan: PlanValues) -> str:
     if visible_s + estimates.hidden_s == 0:
         return f"Computation alone: {computing} of {step}. The plan communicates nothing."
     if visible_s <= SMALL * estimates.step_s:
-        return f"Computation: {computing} of {step}. {_hidden(plan, visible_s)}; {visible} are visible.{_again(plan)}"
+        return f"Computation: {computing} of {step}. {_hidden(plan, visible_s)}; {visible} are visible.{_remat(plan)}"
     if visible_s <= estimates.compute_s:
         both = f"computation takes {computing}, {visible} of {step} are visible communication"
-        return f"Computation and communication: {both}.{_most(plan)}{_again(plan)}"
-    return f"Communication: {visible} of {step} are visible; computation takes {computing}.{_most(plan)}{_again(plan)}"
+        return f"Computation and communication: {both}.{_most(plan)}{_remat(plan)}"
+    return f"Communication: {visible} of {step} are visible; computation takes {computing}.{_most(plan)}{_remat(plan)}"
 
 
 def _hidden(plan: PlanValues, visible_s: float) -> str:
@@ -78,9 +78,9 @@ def _most(plan: PlanValues) -> str:
     return f" Most of it is {words}, {format_seconds(seconds)}."
 
 
-def _again(plan: PlanValues) -> str:
-    again_s = plan.estimates.recompute_s
-    return f" Recomputation takes {format_seconds(again_s)} of the step." if again_s else ""
+def _remat(plan: PlanValues) -> str:
+    recompute_s = plan.estimates.recompute_s
+    return f" Recomputation takes {format_seconds(recompute_s)} of the step." if recompute_s else ""
 
 
 # --- the content of the memory
@@ -137,16 +137,16 @@ def more_memory(plan: PlanValues) -> str:
 
 def _savings(plan: PlanValues) -> list[str]:
     """The means by which a plan saves memory."""
-    estimates, said = plan.estimates, list[str]()
+    estimates, sentences = plan.estimates, list[str]()
     if any("remat" in text for text in plan.retention.values()):
         seconds = format_seconds(estimates.recompute_s)
-        said.append(f"recomputes for {seconds}" if estimates.recompute_s else "recomputes cheap ops")
+        sentences.append(f"recomputes for {seconds}" if estimates.recompute_s else "recomputes cheap ops")
     if estimates.host_bytes:
         copies = f", whose copies take {format_seconds(estimates.transfer_s)}" * bool(estimates.transfer_s)
-        said.append(f"keeps {format_bytes(estimates.host_bytes)} per device on the host{copies}")
+        sentences.append(f"keeps {format_bytes(estimates.host_bytes)} per device on the host{copies}")
     if plan.microbatches > 1 and not plan.is_pipeline:
-        said.append(f"takes the batch in {plural(plan.microbatches, 'microbatch', 'es')}")
-    return said
+        sentences.append(f"takes the batch in {plural(plan.microbatches, 'microbatch', 'es')}")
+    return sentences
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 ON_HOST = " on host"
 
 
-def local_bytes(said: str, spec: str, mesh: Mapping[str, int]) -> int | None:
+def local_bytes(array_type: str, spec: str, mesh: Mapping[str, int]) -> int | None:
     """Bytes on one device, or beside it in its host's memory; None if the type is not known.
 
     Args:
-      said: the type, such as `float32[64,16]`.
+      array_type: dtype and shape, such as `float32[64,16]`.
       spec: `P('data', None)`, `P(('data', 'model')) on host`.
       mesh: sizes of mesh axes by name.
 
@@ -20,7 +20,7 @@ def local_bytes(said: str, spec: str, mesh: Mapping[str, int]) -> int | None:
       >>> local_bytes("float32[64,16]", "P(('data', 'model'), None)", {"data": 2, "model": 4})
       512
     """
-    found = re.fullmatch(r"([\w<>]+)\[([\d,]*)\]", said)
+    found = re.fullmatch(r"([\w<>]+)\[([\d,]*)\]", array_type)
     if found is None or (bits := type_bits(found[1])) is None:
         return None
     sizes = [int(size) for size in found[2].split(",") if size]
@@ -40,10 +40,10 @@ def spec_parts(spec: str, mesh: Mapping[str, int]) -> list[int]:
     """The number of parts into which a spec divides each dimension that it names."""
     text = spec.partition(ON_HOST)[0].removeprefix("P")
     try:
-        said = ast.literal_eval(text if text.endswith(",)") or text == "()" else f"{text[:-1]},)")
+        dims = ast.literal_eval(text if text.endswith(",)") or text == "()" else f"{text[:-1]},)")
     except (SyntaxError, ValueError):
         return []
-    return [_size(one, mesh) for one in said]
+    return [_size(one, mesh) for one in dims]
 
 
 def _size(named: object, mesh: Mapping[str, int]) -> int:

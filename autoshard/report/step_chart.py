@@ -43,7 +43,7 @@ def step_chart(plan: PlanValues, profile: Profile) -> Html:
         "busy": {name: shares for name, shares in _lanes(profile)},
         "held": {name.replace("_", " "): held for name, held in _stack(profile)},
     }
-    said = element("script", Html(json.dumps(data).replace("<", "\\u003c")), type="application/json")
+    script = element("script", Html(json.dumps(data).replace("<", "\\u003c")), type="application/json")
     last = len(next(iter(profile.busy.values()), (0,))) - 1
     slider = element("input", type="range", min=0, max=last, value=_peak_slice(profile), id="moment")
     output = element("output", "", for_="moment", aria_live="polite")
@@ -64,7 +64,7 @@ def step_chart(plan: PlanValues, profile: Profile) -> Html:
         _memory(plan, profile),
         ticks(profile.seconds),
         ask,
-        said,
+        script,
         behind("Table of the streams", _streams(profile)),
         class_="step",
         data_chart="step",
@@ -94,8 +94,8 @@ def lane(name: str, shares: Sequence[float], kind: str, took: str) -> Html:
         for start, end, share in _runs([round(share, 1) if share >= 0.05 else 0 for share in shares])
     )
     drawing = _svg(f"0 0 {len(shares)} 1", f"{name}: busy for {took}", rects)
-    said = element("span", took, class_="number")
-    return element("div", element("span", name), drawing, said, class_=f"lane {kind}")
+    label = element("span", took, class_="number")
+    return element("div", element("span", name), drawing, label, class_=f"lane {kind}")
 
 
 def _runs(values: Sequence[float]) -> list[tuple[int, int, float]]:

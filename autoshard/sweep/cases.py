@@ -41,7 +41,7 @@ def cases(
 
     Args:
       clusters: presets, files or clusters; with `devices`, presets of one kind of GPU.
-      memory: caps per device; none for what each device has.
+      memory: caps per device; by default, all memory of each device.
       devices: numbers of devices, which replace those of the presets.
 
     Raises:
@@ -57,22 +57,24 @@ def cases(
     return tuple(
         dict.fromkeys(
             Case(sized, cap)
-            for said, cluster in known
-            for sized in _sized(said, cluster, devices)
+            for given, cluster in known
+            for sized in _sized(given, cluster, devices)
             for cap in _caps(cluster, memory)
         )
     )
 
 
 def _caps(cluster: AnyCluster, memory: Sequence[str | int]) -> list[int]:
-    """The caps in bytes; what a device has if there are none."""
+    """The caps in bytes; by default, all memory of a device."""
     own = cluster.device_memory_limit()
     return [min(given_bytes(cap, cluster), own) for cap in memory] or [own]
 
 
-def _sized(said: str | AnyCluster, cluster: AnyCluster, devices: Sequence[int]) -> Iterator[str | AnyCluster]:
+def _sized(
+    given: str | AnyCluster, cluster: AnyCluster, devices: Sequence[int]
+) -> Iterator[str | AnyCluster]:
     """The cluster in each size."""
-    is_preset = isinstance(said, str) and not said.lower().endswith(".json") and _COUNTED.fullmatch(said)
+    is_preset = isinstance(given, str) and not given.lower().endswith(".json") and _COUNTED.fullmatch(given)
     if not devices:
         yield cluster.name if is_preset else cluster
     elif not is_preset:

@@ -40,7 +40,7 @@ tr.best td { font-weight: 600 }
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class LogAxis:
     """A logarithmic axis.
 
     Attributes:
@@ -56,7 +56,7 @@ class Axis:
     end: float
 
     @classmethod
-    def of(cls, values: Sequence[float], start: float, end: float) -> "Axis":
+    def of(cls, values: Sequence[float], start: float, end: float) -> "LogAxis":
         """The axis of these values, with some room on both sides."""
         return cls(min(values) / 1.3, max(values) * 1.3, start, end)
 
@@ -89,8 +89,8 @@ def page(step: str, rows: Sequence[WhatIf]) -> str:
 def _drawing(shown: Sequence[WhatIf]) -> Iterator[str]:
     what = "cost" if all(row.cost is not None for row in shown) else "GPU hours"
     yield f"<p>{_key(shown, what)}</p>"
-    across = Axis.of([row.time_s or 0 for row in shown], MARGIN, WIDTH - MARGIN)
-    up = Axis.of([row.price for row in shown], HEIGHT - MARGIN, MARGIN / 2)
+    across = LogAxis.of([row.time_s or 0 for row in shown], MARGIN, WIDTH - MARGIN)
+    up = LogAxis.of([row.price for row in shown], HEIGHT - MARGIN, MARGIN / 2)
     yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{what} over time, one point per cluster">'
     yield from _grid(across, up, what)
     best = sorted((row for row in shown if row.is_on_front), key=lambda row: row.time_s or 0)
@@ -119,7 +119,7 @@ def _key(shown: Sequence[WhatIf], what: str) -> str:
     )
 
 
-def _labels(shown: Sequence[WhatIf], across: Axis, up: Axis) -> dict[tuple[float, float], str]:
+def _labels(shown: Sequence[WhatIf], across: LogAxis, up: LogAxis) -> dict[tuple[float, float], str]:
     """A name for each point: its cluster, with the caps if other caps of that cluster lie elsewhere."""
     points: dict[tuple[float, float], list[WhatIf]] = {}
     for row in shown:
@@ -136,7 +136,7 @@ def _names(rows: Sequence[WhatIf], spread: Mapping[str, int]) -> list[str]:
     return [f"{name} ({', '.join(own)})" if spread[name] > 1 else name for name, own in caps.items()]
 
 
-def _grid(across: Axis, up: Axis, what: str) -> Iterator[str]:
+def _grid(across: LogAxis, up: LogAxis, what: str) -> Iterator[str]:
     top, bottom, left, right = up.end, up.start, across.start, across.end
     yield f'<path class="frame" d="M{left} {top}V{bottom}H{right}"/>'
     for value in across.ticks():
@@ -155,8 +155,8 @@ def _table(rows: Sequence[WhatIf]) -> Iterator[str]:
     titles = "".join(f'<th scope="col">{one or "best"}</th>' for one in (*HEAD, "plan"))
     yield f"<div><table><thead><tr>{titles}</tr></thead><tbody>"
     for row in rows:
-        said = row.reason if row.plan is None else plan_title(row.plan)
-        cells = ("*" * row.is_on_front, row.cluster, format_bytes(row.memory_bytes), *numbers(row), said)
+        outcome = row.reason if row.plan is None else plan_title(row.plan)
+        cells = ("*" * row.is_on_front, row.cluster, format_bytes(row.memory_bytes), *numbers(row), outcome)
         yield (
             f'<tr class="{"best" * row.is_on_front}">'
             + "".join(f"<td>{escape(c)}</td>" for c in cells)

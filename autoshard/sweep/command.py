@@ -13,12 +13,12 @@ from autoshard.sweep.chart import page
 from autoshard.sweep.rows import WhatIf
 from autoshard.sweep.searches import OfTarget
 from autoshard.sweep.table import table
-from autoshard.sweep.what_if import Sweep, in_order
+from autoshard.sweep.what_if import SweepRequest, in_order
 
 
 def swept(options: argparse.Namespace) -> int:
     """Plans the step for each combination, and prints the rows."""
-    sweep = Sweep(
+    sweep = SweepRequest(
         cases(options.clusters, options.memory or (), options.devices or ()),
         options.steps,
         options.tokens,

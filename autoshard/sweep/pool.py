@@ -83,8 +83,8 @@ def _searches(sent: bytes, time_limit_s: float | None) -> Searches:
 
 def _answered(sent: bytes, case: Case, time_limit_s: float | None) -> Answer:
     """An answer, in its process."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AutoshardWarning)
         answer = _searches(sent, time_limit_s).answer(case)
-    ours = (str(one.message) for one in said if issubclass(one.category, AutoshardWarning))
+    ours = (str(one.message) for one in caught if issubclass(one.category, AutoshardWarning))
     return replace(answer, warned=tuple(dict.fromkeys(ours)))

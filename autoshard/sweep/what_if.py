@@ -20,7 +20,7 @@ DEFAULT_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class SweepRequest:
     """The combinations to search for, and what their prices are for.
 
     Attributes:
@@ -56,8 +56,8 @@ class Sweep:
         for done, (number, answer) in enumerate(answers, start=2):
             if done <= len(self.cases):
                 progress(f"search {done} of {len(self.cases)}")
-            for said in set(answer.warned) - warned:
-                warn(said)
+            for warning in set(answer.warned) - warned:
+                warn(warning)
             warned.update(answer.warned)
             yield number, self._row(self.cases[number], answer)
 
@@ -147,7 +147,7 @@ def what_if(
       >>> [row.plan is not None for row in what_if(step, w, x, clusters=["8xL4"], memory=["1MiB", "20GiB"])]
       [False, True]
     """
-    sweep = Sweep(cases(clusters, memory, devices), steps, tokens, prices or {}, time_limit_s)
+    sweep = SweepRequest(cases(clusters, memory, devices), steps, tokens, prices or {}, time_limit_s)
     source = OfCall(step, abstract_args, abstract_kwargs, state)
     with narrated(step_name(step), "searching", progress) as tell:
         return in_order(dict(sweep.rows(source, processes, tell)))

@@ -56,8 +56,8 @@ def class_of(kernel: TracedKernel) -> str:
         return HOST_COPIES
     if _COPY.search(kernel.name):
         return COPIES
-    said = f"{kernel.hlo_op} {kernel.name}".strip()
-    return str(next((kind for kind, pattern in _CLASSES.items() if pattern.search(said)), _made(kernel)))
+    label = f"{kernel.hlo_op} {kernel.name}".strip()
+    return str(next((kind for kind, pattern in _CLASSES.items() if pattern.search(label)), _made(kernel)))
 
 
 def _made(kernel: TracedKernel) -> KernelClass:

@@ -16,7 +16,7 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.verification.omitted_memory import omitted_bytes
 from autoshard.verification.records import Extent
-from autoshard.verification.shorten import Shortened, Whole, shorten
+from autoshard.verification.shorten import NotShortened, ShortPrograms, shorten
 
 FIXED_OPS = 4_000
 """Cost of starting one more compilation, in ops of an unrolled step. Source: measured on two cores, a Megatron GPT of
@@ -30,11 +30,11 @@ def is_long(step: Step) -> bool:
     return len(step.graph.ops) > FIXED_OPS
 
 
-def to_compile(step: Step, sharding: StepSharding) -> Shortened | Extent:
+def to_compile(step: Step, sharding: StepSharding) -> ShortPrograms | Extent:
     """The shortened step; or, if that is not faster to compile, an extent of the whole step. The extent has a reason if
     the step cannot be shortened."""
     cut = shorten(step, sharding)
-    if isinstance(cut, Whole):
+    if isinstance(cut, NotShortened):
         return Extent(reason=cut.reason)
     programs = [step for step, _ in (cut.short, *cut.less)]
     is_less = sum(map(_cost_ops, programs)) < _cost_ops(step)
@@ -45,28 +45,28 @@ def _cost_ops(step: Step) -> int:
     return FIXED_OPS + len(step.graph.ops)
 
 
-def omitted(found: SearchResult, cut: Shortened) -> tuple[int, ...]:
+def omitted(found: SearchResult, cut: ShortPrograms) -> tuple[int, ...]:
     """Bytes per device by which the cap of each shortened program is lower than the whole one's, arguments aside."""
     whole = found.whole
     return omitted_bytes(whole.on_mesh.memory.costed, whole.on_mesh.live_ranges, whole.chosen, cut.left_out)
 
 
-def kept_blocks(cut: Shortened) -> tuple[int, ...]:
+def kept_blocks(cut: ShortPrograms) -> tuple[int, ...]:
     """Number of blocks in each of the programs."""
     kept = cut.num_blocks - sum(cut.missing)
     return kept, *(kept - 1 for _ in cut.less)
 
 
-def extrapolated(cut: Shortened, short: CompiledStats, less: Sequence[CompiledStats]) -> CompiledStats:
+def extrapolated(cut: ShortPrograms, short: CompiledStats, less: Sequence[CompiledStats]) -> CompiledStats:
     """The whole program's statistics from those of the shortened ones."""
 
     def whole(values: Iterable[int]) -> int:
         first, *others = values
         return max(0, round(cut.extrapolate(first, others)))
 
-    def traffic(said: Sequence[Mapping[Any, Traffic]]) -> dict[Any, Traffic]:
-        keys = dict.fromkeys(key for one in said for key in one)
-        of = {key: [one.get(key, (0, 0)) for one in said] for key in keys}
+    def traffic(records: Sequence[Mapping[Any, Traffic]]) -> dict[Any, Traffic]:
+        keys = dict.fromkeys(key for one in records for key in one)
+        of = {key: [one.get(key, (0, 0)) for one in records] for key in keys}
         return {key: (whole(c for c, _ in found), whole(b for _, b in found)) for key, found in of.items()}
 
     programs = (short, *less)

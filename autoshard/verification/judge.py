@@ -33,7 +33,7 @@ from autoshard.verification.extrapolation import extrapolated, is_long, kept_blo
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.records import Extent
 from autoshard.verification.result import Verification, compared
-from autoshard.verification.shorten import Shortened
+from autoshard.verification.shorten import ShortPrograms
 
 Progress = Callable[[str], None]
 Proof = Verification | PipelineVerification
@@ -91,14 +91,14 @@ class CompilerVerifier:
             tell("shortening")
             cut = to_compile(step, found.sharding)
             watch.lap("shorten")
-            if isinstance(cut, Shortened):
+            if isinstance(cut, ShortPrograms):
                 return self._extrapolated(step, found, cut, watch)
             extent = cut
         stats = self.stats(step, found.sharding, found.plan.memory_bytes, watch, tell)
         return compared(found.plan, self._cluster, stats, watch.seconds, extent)
 
     def _extrapolated(
-        self, step: Step, found: SearchResult, cut: Shortened, watch: Stopwatch
+        self, step: Step, found: SearchResult, cut: ShortPrograms, watch: Stopwatch
     ) -> Verification:
         """Verifies a plan by shortened programs. The cap of each leaves the scheduler as much memory as the whole
         program's."""

@@ -19,7 +19,7 @@ from autoshard.executors.pipeline import followed
 from autoshard.executors.pipeline_jit import StageRun
 from autoshard.progress import Progress
 from autoshard.search.pipeline.intra_op import replica_cluster
-from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification.judge import CompilerVerifier, lowered, telling
@@ -80,14 +80,14 @@ def verified_per_stage(verifier: CompilerVerifier, found: Pipeline, full: bool) 
     answers = _compiled(lots, verifier, tell)
     meshes = [plan.mesh_of(stage) for stage in plan.stages]
     compiled = {
-        run.program: CompiledStats.of(answer, meshes[run.seat[0]])
+        run.program: CompiledStats.of(answer, meshes[run.location[0]])
         for lot, answer in zip(lots, answers, strict=True)
         for run in lot.runs
     }
     watch.lap("compile")
     programs = tuple(_proof(run, compiled[run.program]) for run in runs)
     stages = tuple(
-        _stage(found, n, programs, [(run, compiled[run.program]) for run in runs if run.seat[0] == n])
+        _stage(found, n, programs, [(run, compiled[run.program]) for run in runs if run.location[0] == n])
         for n in range(len(plan.stages))
     )
     return PipelineVerification(
@@ -115,8 +115,8 @@ def _lots(found: Pipeline, runs: Sequence[StageRun]) -> list[_Lot]:
     for run in runs:
         program = lowered(found.programs.step, run.program)
         _, _, text = program.as_text().partition("\n")  # its first line has the program's name
-        num_devices = found.plan.devices_of(found.plan.stages[run.seat[0]])
-        group = found.devices[run.seat[0]].group
+        num_devices = found.plan.devices_of(found.plan.stages[run.location[0]])
+        group = found.devices[run.location[0]].group
         alike.setdefault((text, num_devices, group), []).append((run, module_bytes(program)))
     return [
         _Lot(
@@ -143,14 +143,14 @@ def _compiled(lots: Sequence[_Lot], verifier: CompilerVerifier, tell: Progress) 
 
 def _memory_bytes(found: Pipeline, run: StageRun) -> int:
     """Memory of the device that is described to the compiler."""
-    cap_bytes = found.devices[run.seat[0]].cap_bytes - run.beside_bytes
+    cap_bytes = found.devices[run.location[0]].cap_bytes - run.beside_bytes
     return compiler.memory_for_cap(cap_bytes, run.program.resting_bytes)
 
 
 def _proof(run: StageRun, stats: CompiledStats) -> ProgramProof:
     return ProgramProof(
         run.program.name,
-        *run.seat,
+        *run.location,
         run.count,
         run.held_bytes,
         stats.fresh_output_bytes,

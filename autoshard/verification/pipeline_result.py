@@ -79,7 +79,9 @@ class PipelineVerification:
     @property
     def differences(self) -> tuple[str, ...]:
         """Exceeded caps and wrong predictions, one sentence each."""
-        return tuple(said for n, stage in enumerate(self.stages) for said in self._differences(n, stage))
+        return tuple(
+            difference for n, stage in enumerate(self.stages) for difference in self._differences(n, stage)
+        )
 
     def _differences(self, n: int, stage: StageProof) -> Iterator[str]:
         compiled_bytes = stage.compiled.peak_bytes
@@ -97,7 +99,7 @@ class PipelineVerification:
             peak_difference(stage.predicted.peak_bytes, compiled_bytes),
             *map(moved_difference, stage.collectives),
         )
-        yield from (f"stage {n}: {said}" for said in found if said)
+        yield from (f"stage {n}: {difference}" for difference in found if difference)
 
     @property
     def exit_status(self) -> int:

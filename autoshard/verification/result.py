@@ -87,8 +87,8 @@ class Verification:
     def differences(self) -> tuple[str, ...]:
         """Exceeded limits and wrong predictions, one sentence each."""
         peaks = peak_difference(self.predicted.peak_bytes, self.compiled.peak_bytes)
-        said = [*_misfits(self), peaks, *map(moved_difference, self.collectives), *_copied(self)]
-        return tuple(filter(None, said))
+        sentences = [*_misfits(self), peaks, *map(moved_difference, self.collectives), *_copied(self)]
+        return tuple(filter(None, sentences))
 
     @property
     def differing(self) -> tuple[Moved, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.problem.blocks import find_blocks
-from autoshard.search.problem.cut import Cut
+from autoshard.search.problem.cut import BlockCut
 from autoshard.search.problem.likeness import Likeness, UnlikeError
 
 REPEATED = 2
@@ -23,7 +23,7 @@ and those unlike the rest are kept anyway."""
 
 
 @dataclass(frozen=True, eq=False)
-class Shortened:
+class ShortPrograms:
     """Programs to compile instead of the whole one.
 
     Attributes:
@@ -51,7 +51,7 @@ class Shortened:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class NotShortened:
     """The step cannot be shortened.
 
     Attributes:
@@ -61,7 +61,7 @@ class Whole:
     reason: str
 
 
-def shorten(step: Step, sharding: StepSharding) -> Shortened | Whole:
+def shorten(step: Step, sharding: StepSharding) -> ShortPrograms | NotShortened:
     """Shortens the stacks of repeated blocks in a step.
 
     Args:
@@ -76,7 +76,7 @@ def shorten(step: Step, sharding: StepSharding) -> Shortened | Whole:
     ]
     long = [alike for alike in inner if len(alike) > REPEATED]
     if not long:
-        return Whole(
+        return NotShortened(
             f"the step {step.name!r} has no stack of {REPEATED + 3} layers or more, written one after the other and planned "
             "alike"
         )
@@ -85,12 +85,12 @@ def shorten(step: Step, sharding: StepSharding) -> Shortened | Whole:
     gone = {b for s in omitted for b in s}
     without = (gone, *(gone | {alike[-1]} for alike in long))
     try:
-        cut = Cut(step, sharding, likeness)
+        cut = BlockCut(step, sharding, likeness)
         short, *less = map(cut.without, without)
     except UnlikeError as e:
-        return Whole(f"no layer of the step {step.name!r} can be left out: {e}")
+        return NotShortened(f"no layer of the step {step.name!r} can be left out: {e}")
     num_blocks = sum(len(stack) for stack, alike in zip(blocks.stacks, inner, strict=True) if alike in long)
     left_out = tuple(
         frozenset(i for i, b in enumerate(blocks.of_op) if b in blocks_gone) for blocks_gone in without
     )
-    return Shortened(short, tuple(less), tuple(map(len, omitted)), num_blocks, left_out)
+    return ShortPrograms(short, tuple(less), tuple(map(len, omitted)), num_blocks, left_out)

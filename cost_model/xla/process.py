@@ -128,7 +128,7 @@ def compile_all_apart(
     with (
         tempfile.TemporaryDirectory(prefix="autoshard-", ignore_cleanup_errors=True) as folder,
         open(os.path.join(folder, "answer"), "w+b") as answer,
-        open(os.path.join(folder, "said"), "w+b") as said,
+        open(os.path.join(folder, "errors"), "w+b") as errors,
     ):
         _write_stand_ins(Path(folder))
         child = subprocess.Popen(
@@ -136,7 +136,7 @@ def compile_all_apart(
             env=_environment(flags, folder, plugin),
             stdin=subprocess.PIPE,
             stdout=answer,
-            stderr=said,
+            stderr=errors,
             process_group=0,
         )
         try:
@@ -147,7 +147,7 @@ def compile_all_apart(
             _wait(child, Path(answer.name), len(jobs), compiler, progress)
         finally:
             _end(child)
-        return _answers(child.returncode, _text(answer), _text(said))
+        return _answers(child.returncode, _text(answer), _text(errors))
 
 
 def _described(job: Job, compiler: Compiler) -> dict[str, Any]:
@@ -223,14 +223,14 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _answers(status: int, answer: str, said: str) -> tuple[Compiled, ...]:
+def _answers(status: int, answer: str, errors: str) -> tuple[Compiled, ...]:
     if status == -signal.SIGKILL:
         raise CompilerError(
             "the compiler was killed, as happens when the host's memory runs out. Close other programs, or compile on a "
             "machine with more memory"
         )
     if status != 0:
-        raise CompilerError(f"the compiler ended with status {status}: {shortened(said)}")
+        raise CompilerError(f"the compiler ended with status {status}: {shortened(errors)}")
     answers: list[dict[str, Any]] = [json.loads(line) for line in answer.splitlines()]
     for one in answers:
         if "error" in one:
@@ -251,8 +251,8 @@ _SOURCES = (
 def shortened(message: str) -> str:
     """The most useful line of the compiler's message, with the op and the source line if the message names them."""
     lines = [line for line in message.splitlines() if not _NOISE.match(line)] or ["it gave no reason"]
-    said = lines[-1] if "Traceback (most recent call last)" in message else lines[0]
-    fatal = next((line for line in lines if re.match(r"F\d{4} ", line)), said)
+    last = lines[-1] if "Traceback (most recent call last)" in message else lines[0]
+    fatal = next((line for line in lines if re.match(r"F\d{4} ", line)), last)
     text = _STATUS.sub("", _GLOG.sub("", fatal.strip()))[:_MESSAGE_CHARS]
     op = _OP.search(message)
     source = next((found for pattern in _SOURCES if (found := pattern.search(message))), None)

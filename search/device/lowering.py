@@ -18,7 +18,7 @@ from autoshard.search.device.sums_in_place import sums_in_place
 from autoshard.search.device.workspace import Workspaces
 from autoshard.search.ir.sharding import ReshardStep, SharedPaths
 from autoshard.search.ir.spec import shard_shape
-from autoshard.search.problem import likes
+from autoshard.search.problem import equivalence
 from autoshard.search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import FlatOp, ReadPhase, read_phase
@@ -200,7 +200,7 @@ class _Lowering:
         self.is_one_program = is_one_program
         self.added = sums_in_place(live_ranges, self.paths, is_one_program)
         self.additions = {u for u, _ in self.added.values()}
-        self.places = likes.places(self.program) if self.program.is_shortened else ()
+        self.places = equivalence.places(self.program) if self.program.is_shortened else ()
         self.resharded = self._resharded()
         self.carried = self._carried()
 
@@ -500,7 +500,7 @@ class _Lowering:
         """A fused kernel's iteration space, as a shape and its spec, and the dimensions of its reduction, if it has
         one. None for a kernel that writes in another order than it reads."""
         op, op_class = self.program.ops[i], self.folded.class_of[i]
-        is_turned = not self.live_ranges.fusion.layouts.turned.isdisjoint(op.results)
+        is_turned = not self.live_ranges.fusion.layouts.transposed.isdisjoint(op.results)
         if op.is_boundary or is_turned or runs_alone(self.folded, op_class):
             return None, None
         if self.live_ranges.fusion.is_reduction[op_class]:

@@ -260,9 +260,9 @@ def names_a_mesh(eqn: Any) -> bool:
 def _named_devices(eqn: Any) -> Iterator[Any]:
     """The devices and shardings that the user names in an equation. With a mesh set, JAX itself adds replicated shardings to
     some results; these are left out."""
-    said = [v for key, v in eqn.params.items() if "sharding" in key or key == "devices"]
+    shardings = [v for key, v in eqn.params.items() if "sharding" in key or key == "devices"]
     is_users = eqn.primitive.name in ("sharding_constraint", "device_put", *CALLS)
-    for group in said:
+    for group in shardings:
         for v in group if isinstance(group, tuple | list) else (group,):
             is_named = isinstance(v, jax.sharding.Sharding | jax.Device)
             if is_named and (is_users or any(getattr(v, "spec", ()))):
@@ -281,7 +281,7 @@ def foreign_axis(error: BaseException) -> str | None:
     None for other errors."""
     if isinstance(error, ShardingTypeError):
         return " "
-    found = next(filter(None, (re.search(said, str(error)) for said in _FOREIGN)), None)
+    found = next(filter(None, (re.search(pattern, str(error)) for pattern in _FOREIGN)), None)
     return found[1] if found else None
 
 

@@ -116,13 +116,13 @@ def _read(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Sh
             rule, options = rule if isinstance(rule, tuple | list) else (rule, {})
         if isinstance(rule, str):
             rule = str_to_sdy_sharding_rule(rule, **options)
-        said: Any = sdy_sharding_rule_to_mlir(rule, in_types, out_types)
+        lowered: Any = sdy_sharding_rule_to_mlir(rule, in_types, out_types)
         return ShardingRule(
-            tuple(said.factor_sizes),
-            tuple(map(_mapped, said.operand_mappings)),
-            tuple(map(_mapped, said.result_mappings)),
-            frozenset(said.reduction_factors),
-            frozenset((*said.need_replication_factors, *said.permutation_factors)),
+            tuple(lowered.factor_sizes),
+            tuple(map(_mapped, lowered.operand_mappings)),
+            tuple(map(_mapped, lowered.result_mappings)),
+            frozenset(lowered.reduction_factors),
+            frozenset((*lowered.need_replication_factors, *lowered.permutation_factors)),
         )
 
 

@@ -32,7 +32,7 @@ def read_whole(graph: Graph, candidates: Sequence[int]) -> frozenset[int]:
       graph: the step's graph, with phases.
       candidates: the numbers of arguments with dims.
     """
-    following = _Following()
+    following = _LoopMerging()
     given = [following.begin(graph.values[v].shape) for v in graph.inputs]
     following.through(graph, given, [True] * len(given))
     read_in = reading_phases(graph)
@@ -70,7 +70,7 @@ def reading_phases(graph: Graph) -> defaultdict[int, set[Phase]]:
     return found
 
 
-class _Following:
+class _LoopMerging:
     """The loops found so far, as a union-find: loops that meet are merged."""
 
     def __init__(self) -> None:

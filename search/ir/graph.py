@@ -80,20 +80,20 @@ Atom = int | Any
 
 
 @dataclass(frozen=True, slots=True)
-class Likes:
+class Equivalence:
     """The equivalence class of an op, in a shortened step and in the whole step that it represents.
 
     Attributes:
       block: the number of the op's repeated block; -1 outside of repeated blocks.
       place: the number of the group of equivalent blocks, and the op's index in its block; None if the op has no
         equivalent in another block.
-      stand_in: the number of the op of the whole step that represents it in the shortened one.
+      representative: the number of the op of the whole step that represents it in the shortened one.
       repeats: the number of ops that it represents.
     """
 
     block: int
     place: tuple[int, int] | None
-    stand_in: int
+    representative: int
     repeats: int = 1
 
 
@@ -102,7 +102,7 @@ class Op:
     """One equation: a JAX primitive applied to values.
 
     `result_values` are the shapes and dtypes of `outputs`; `bodies` the inner graphs of control flow, by
-    parameter name; `likes` is set in a shortened step, and in the whole step that it represents.
+    parameter name; `equivalence` is set in a shortened step, and in the whole step that it represents.
     """
 
     primitive: Any
@@ -114,12 +114,12 @@ class Op:
     scope: str
     source_info: Any
     bodies: dict[str, tuple["Graph", ...]]
-    likes: Likes | None = None
+    equivalence: Equivalence | None = None
 
     @property
     def repeats(self) -> int:
         """The number of equivalent ops that it represents."""
-        return 1 if self.likes is None else self.likes.repeats
+        return 1 if self.equivalence is None else self.equivalence.repeats
 
     @property
     def name(self) -> str:

@@ -139,33 +139,33 @@ def bodies_of(op: Op) -> list[Body]:
 
 def _through(op: Op, bodies: Sequence[Body], found: Mapping[int, Lineage]) -> Iterator[tuple[Lineage, int]]:
     for body in bodies:
-        for i, way in enumerate(_ways(body)):
+        for i, lineage in enumerate(_of_outputs(body)):
             is_carried = body.first_slice is None or i < body.num_carried
             for n, operand in enumerate(body.operands):
                 is_slice = body.first_slice is not None and n >= body.first_slice
-                if is_carried != is_slice and way.continued >> n & 1 and isinstance(operand, int):
+                if is_carried != is_slice and lineage.continued >> n & 1 and isinstance(operand, int):
                     was = found.get(operand, NONE)
-                    is_written = way.written >> n & 1
+                    is_written = lineage.written >> n & 1
                     yield Lineage(was.continued, was.continued if is_written else was.written), op.outputs[i]
 
 
-def _ways(body: Body) -> list[Lineage]:
+def _of_outputs(body: Body) -> list[Lineage]:
     """Per output of a body, its lineage in the body's inputs after any number of iterations."""
     inner = lineages(body.graph)
-    ways = [inner.get(a, NONE) if isinstance(a, int) else NONE for a in body.graph.outputs]
+    of_outputs = [inner.get(a, NONE) if isinstance(a, int) else NONE for a in body.graph.outputs]
     for _ in range(body.num_carried):
-        further = [_a_round_further(way, ways, body) for way in ways]
-        if further == ways:
+        further = [_a_round_further(lineage, of_outputs, body) for lineage in of_outputs]
+        if further == of_outputs:
             break
-        ways = further
-    return ways
+        of_outputs = further
+    return of_outputs
 
 
-def _a_round_further(way: Lineage, ways: Sequence[Lineage], body: Body) -> Lineage:
+def _a_round_further(lineage: Lineage, of_outputs: Sequence[Lineage], body: Body) -> Lineage:
     """An output's lineage, extended by one earlier iteration of the carries that it continues."""
     for k in range(body.num_carried):
-        if way.continued >> body.first_carried + k & 1:
-            is_written = way.written >> body.first_carried + k & 1
-            before = ways[k]
-            way |= Lineage(before.continued, before.continued if is_written else before.written)
-    return way
+        if lineage.continued >> body.first_carried + k & 1:
+            is_written = lineage.written >> body.first_carried + k & 1
+            before = of_outputs[k]
+            lineage |= Lineage(before.continued, before.continued if is_written else before.written)
+    return lineage

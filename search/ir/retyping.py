@@ -33,13 +33,13 @@ def retypings(step: Step) -> Iterator[Retyping]:
     if not step.retyped:
         return
     graph = step.graph
-    way_back = _WayBack(graph)
+    restored = _Restored(graph)
     for o, i in step.retyped:
         old, new = graph.inputs[i], graph.outputs[o]
-        yield Retyping(step.arguments[i].name, graph.value(old), graph.value(new), way_back.op(i, new))
+        yield Retyping(step.arguments[i].name, graph.value(old), graph.value(new), restored.op(i, new))
 
 
-class _WayBack:
+class _Restored:
     """The way back from new state to old."""
 
     def __init__(self, graph: Graph) -> None:

@@ -76,7 +76,7 @@ def with_row_updates(graph: Graph, replaces: Sequence[int | None]) -> Graph:
 
 
 @dataclass(eq=False)
-class _Table:
+class _UpdatedTable:
     """The gradients of look-ups in one table, and the values that are computed from them row by row.
 
     Attributes:
@@ -95,7 +95,7 @@ class _Table:
     states: dict[int, int] = field(default_factory=dict)
     is_open: bool = True
 
-    def join(self, other: "_Table") -> None:
+    def join(self, other: "_UpdatedTable") -> None:
         """Takes over another one's ops."""
         self.look_ups += other.look_ups
         self.ops += other.ops
@@ -110,13 +110,13 @@ class _Finder:
     def __init__(self, graph: Graph, replaces: Sequence[int | None]) -> None:
         self.graph, self.replaces = graph, replaces
         self.maker = {v: op for op in graph.ops for v in op.outputs}
-        self.table: dict[int, _Table] = {}
+        self.table: dict[int, _UpdatedTable] = {}
         self.facts: dict[int, Fact] = {
             v: Constant(x[()]) for v, x in graph.constants if isinstance(x, np.ndarray) and not x.shape
         }
         self.later: set[int] = set()
 
-    def tables(self) -> list[_Table]:
+    def tables(self) -> list[_UpdatedTable]:
         """The tables that are updated by rows, each with its ops in program order."""
         for op in self.graph.ops:
             self._visit(op)
@@ -134,7 +134,7 @@ class _Finder:
         read = list(dict.fromkeys(self.table[v] for v in op.operands if v in self.table))
         if not read and self.later.isdisjoint(op.operands):
             if self._is_gradient(op):
-                self._add(_Table(op.result_values[0].shape[0], [op]), op, self._fact(op.inputs[0]))
+                self._add(_UpdatedTable(op.result_values[0].shape[0], [op]), op, self._fact(op.inputs[0]))
             elif isinstance(known := self._number(op), Constant):
                 self.facts[op.outputs[0]] = known
             return
@@ -142,19 +142,19 @@ class _Finder:
         if read:
             self._follow(self._joined(read), op)
 
-    def _joined(self, tables: Sequence[_Table]) -> _Table:
+    def _joined(self, tables: Sequence[_UpdatedTable]) -> _UpdatedTable:
         first, *others = tables
         for other in others:
             first.join(other)
             self.table |= {v: first for v, table in self.table.items() if table is other}
         return first
 
-    def _add(self, table: _Table, op: Op, known: Fact) -> None:
+    def _add(self, table: _UpdatedTable, op: Op, known: Fact) -> None:
         (v,) = op.outputs
         self.table[v], self.facts[v] = table, known
         self.later.add(v)
 
-    def _follow(self, table: _Table, op: Op) -> None:
+    def _follow(self, table: _UpdatedTable, op: Op) -> None:
         values = [self.graph.value(a) for a in op.inputs]
         by_rows = [has_rows(value, table.num_rows) for value in values]
         facts = [self._fact(a) for a in op.inputs]
@@ -211,7 +211,7 @@ class _Finder:
         else:
             table.is_open = False
 
-    def _pays(self, table: _Table) -> bool:
+    def _pays(self, table: _UpdatedTable) -> bool:
         num_ids = sum(map(self.num_ids, table.look_ups))
         is_large = max(op.result_values[0].num_bytes for op in table.look_ups) >= LEAST_BYTES
         is_counted = table.num_rows + num_ids <= np.iinfo(_INDEX).max
@@ -231,7 +231,7 @@ _INDEX = np.dtype(np.int32)
 class _Rewriter:
     """Writes a graph's ops anew, with the updates of some tables by rows."""
 
-    def __init__(self, graph: Graph, tables: Sequence[_Table]) -> None:
+    def __init__(self, graph: Graph, tables: Sequence[_UpdatedTable]) -> None:
         self.old = graph
         self.values = list(graph.values)
         self.maker = {v: op for op in graph.ops for v in op.outputs}
@@ -245,7 +245,7 @@ class _Rewriter:
         known = {*self.old.inputs, *(v for v, _ in self.old.constants)}
         return replace(self.old, values=tuple(self.values), ops=tuple(_ordered(ops, known)))
 
-    def _rewrite(self, table: _Table) -> None:
+    def _rewrite(self, table: _UpdatedTable) -> None:
         self.instead |= {op: [] for op in (*table.look_ups, *table.ops, *table.sums)}
         first, ids = table.look_ups[0], [op.inputs[1] for op in table.look_ups]
         is_clipped = tuple(op.params["mode"] is lax.GatherScatterMode.CLIP for op in table.look_ups)

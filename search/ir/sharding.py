@@ -46,7 +46,7 @@ class ReshardStep:
     is_narrowed: bool = False
 
     @property
-    def is_imposed(self) -> bool:
+    def is_constrained(self) -> bool:
         """True if a sharding constraint imposes this step.
 
         No constraint can express a partial value. If a reduce-scatter over one axis precedes a reduction over another, the

@@ -5,7 +5,7 @@ constant, both broadcast to the scores' shape. Inside the body, each would be co
 it. Outside, it is an array that the compiled loop carries through all iterations, and each reads it from memory. (XLA does
 not move it: its loop-invariant code motion skips values that are larger than their operands.)
 
-So such ops are moved back. A loop's constant is computed in the body if it is large and light ops make it from literals,
+So such ops are moved back. A loop's constant is computed in the body if it is large and cheap ops make it from literals,
 iotas and much smaller values. The loop then reads these smaller values, which are still computed once, outside. An
 optimization barrier, by which `jax.checkpoint` separates recomputed ops, does not hold a sunk value, which would become an
 array there.
@@ -26,7 +26,7 @@ MUCH_SMALLER = 16
 _MOVES = ("broadcast_in_dim", "iota", "reshape", "transpose", "squeeze", "convert_element_type", "select_n")
 _LOGIC = ("eq", "ne", "ge", "gt", "le", "lt", "and", "or", "xor", "not")
 _ARITHMETIC = ("add", "sub", "mul", "neg", "max", "min", "abs", "sign")
-LIGHT = frozenset((*_MOVES, *_LOGIC, *_ARITHMETIC))
+CHEAP = frozenset((*_MOVES, *_LOGIC, *_ARITHMETIC))
 """Primitives of at most one instruction per element."""
 
 
@@ -56,7 +56,7 @@ def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op], is_whole: bool) 
     num_consts, num_carry = loop.loop_counts
     (body,) = loop.bodies["jaxpr"]
     entering = list(zip(loop.inputs, body.inputs, strict=True))
-    makers = {inner: light_makers(outer, graph, maker, is_whole) for outer, inner in entering[:num_consts]}
+    makers = {inner: cheap_makers(outer, graph, maker, is_whole) for outer, inner in entering[:num_consts]}
     if not any(makers.values()):
         return loop
     kept = [(outer, inner) for outer, inner in entering[:num_consts] if not makers[inner]]
@@ -74,10 +74,10 @@ def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op], is_whole: bool) 
     )
 
 
-def light_makers(
+def cheap_makers(
     constant: Atom, graph: Graph, maker: Mapping[int, Op], is_whole: bool = False
 ) -> Sequence[Op]:
-    """The light ops that compute a large value from much smaller ones, in program order; empty if it is not to be sunk.
+    """The cheap ops that compute a large value from much smaller ones, in program order; empty if it is not to be sunk.
 
     Args:
       constant: the value.
@@ -93,12 +93,12 @@ def light_makers(
     while left:
         v = left.pop()
         op = maker.get(v)
-        inner = light_makers(v, graph, maker, is_whole) if is_whole and v != constant else ()
+        inner = cheap_makers(v, graph, maker, is_whole) if is_whole and v != constant else ()
         if inner:
             found |= {made: one for one in inner for made in one.outputs}
         elif graph.values[v].num_bytes * MUCH_SMALLER <= num_bytes:
             small_bytes += graph.values[v].num_bytes
-        elif op is None or op.name not in LIGHT:
+        elif op is None or op.name not in CHEAP:
             return ()
         elif v not in found:
             found[v] = op

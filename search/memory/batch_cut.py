@@ -44,7 +44,7 @@ MOVED: dict[str, slice] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class OpCut:
     """An op that runs for a microbatch.
 
     Attributes:
@@ -85,14 +85,14 @@ class Cut:
         return None
 
 
-def cut_at(rule: Rule, dims: Sequence[tuple[int, ...]], state: PerExample, count: int) -> Cut | None:
+def cut_at(rule: Rule, dims: Sequence[tuple[int, ...]], state: PerExample, count: int) -> OpCut | None:
     """The cut of a rule for operands or results with these dims, whose examples are placed so; None if no single factor
     holds them."""
     minor = 1
     for f in reversed(dims[state.dim]):
         stride, size = state.stride // minor, rule.factors[f].size
         if state.stride % minor == 0 and stride and size % (stride * count) == 0:
-            return Cut(rule, f, stride)
+            return OpCut(rule, f, stride)
         minor *= size
     return None
 
@@ -137,7 +137,7 @@ def _in_runs(rule: Rule, pieces: dict[int, tuple[int, ...]]) -> Rule:
     return replace(rule, factors=tuple(factors), operands=next(made), results=next(made))
 
 
-def operand_cut(op: Op, split: BatchSplit) -> Cut | None:
+def operand_cut(op: Op, split: BatchSplit) -> OpCut | None:
     """The cut of an op that reads per-example operands; None if there is none."""
     rule, read = rule_of(op, split.graph), split.read(op)
     if (own := _own_rows(op, rule, split)) is not None:
@@ -153,7 +153,7 @@ def operand_cut(op: Op, split: BatchSplit) -> Cut | None:
     return cut
 
 
-def _own_rows(op: Op, rule: Rule, split: BatchSplit) -> Cut | None:
+def _own_rows(op: Op, rule: Rule, split: BatchSplit) -> OpCut | None:
     """The cut of a look-up in which each example reads its own row."""
     if op.name != "gather" and not op.name.startswith("scatter"):
         return None
@@ -172,7 +172,7 @@ def _of_neighbours(state: State) -> tuple[int, ...]:
     return (state.dim,) if isinstance(state, PerExample) and state.stride == 1 else ()
 
 
-def is_looked_up(op: Op, cut: Cut) -> bool:
+def is_looked_up(op: Op, cut: OpCut) -> bool:
     """True if examples are chosen by indices, which count from the batch's first."""
     if op.name != "gather" and not op.name.startswith("scatter"):
         return False
@@ -182,7 +182,7 @@ def is_looked_up(op: Op, cut: Cut) -> bool:
     return carried is not None and carried.dim in chosen
 
 
-def is_begun(op: Op, cut: Cut) -> bool:
+def is_begun(op: Op, cut: OpCut) -> bool:
     """True if an op adds sums over examples to its first operand."""
     return op.name in ("scatter-add", "scatter-sub") and cut.operand(0) is None
 

@@ -27,7 +27,7 @@ from autoshard.search.memory.batch_cut import (
     IDEMPOTENT,
     MOVED,
     REDUCTIONS,
-    Cut,
+    OpCut,
     is_begun,
     operand_cut,
     rule_of,
@@ -76,10 +76,10 @@ def batch_split(
     Raises:
       NotSplittableError: examples depend on one another.
     """
-    return _Walk(scope, inputs, count, firsts, is_strict=is_strict).run()
+    return _GraphWalk(scope, inputs, count, firsts, is_strict=is_strict).run()
 
 
-class _Walk:
+class _GraphWalk:
     """One walk over one graph."""
 
     def __init__(
@@ -191,7 +191,7 @@ class _Walk:
                 return [self._finished(state.cause, op, is_split=True)] * len(op.outputs)
         return [cut.result(r) or self._without(op, cut) for r in range(len(op.outputs))]
 
-    def _without(self, op: Op, cut: Cut) -> State:
+    def _without(self, op: Op, cut: OpCut) -> State:
         """The state of a result that carries no examples."""
         if cut.kind is Kind.SUM:
             return Partial(op)

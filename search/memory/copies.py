@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase
-from autoshard.search.ir.sinking import light_makers
+from autoshard.search.ir.sinking import cheap_makers
 from autoshard.search.memory.written import Written
 
 SCOPE = "recomputed"
 """Suffix of the name scopes of recomputed ops. (`jax.checkpoint` recomputes ops in the scope `rematted_computation`.)"""
 
 
-class Copies:
+class OpCopier:
     """Recomputes ops of a forward graph in another place.
 
     Attributes:
@@ -34,7 +34,7 @@ class Copies:
         self._is_recomputed, self._reach, self._copy = is_recomputed, reach, copy
         self._maker = {v: i for i, op in enumerate(forward.ops) for v in op.outputs}
         self._maker_op = {v: op for op in forward.ops for v in op.outputs}
-        self._light: set[int] = set()
+        self._sunk: set[int] = set()
         self.made: dict[int, int] = {}
 
     def comes_anew(self, v: int) -> bool:
@@ -53,11 +53,11 @@ class Copies:
         return self.made[v]
 
     def _is_made_here(self, v: int) -> bool:
-        """True if a value is recomputed, either by choice or because light ops make it."""
-        if v not in self._light and not self.comes_anew(v):
-            makers = light_makers(v, self._forward, self._maker_op)
-            self._light.update(u for op in makers for u in op.outputs)
-        return v in self._light or self.comes_anew(v)
+        """True if a value is recomputed, either by choice or because cheap ops make it."""
+        if v not in self._sunk and not self.comes_anew(v):
+            makers = cheap_makers(v, self._forward, self._maker_op)
+            self._sunk.update(u for op in makers for u in op.outputs)
+        return v in self._sunk or self.comes_anew(v)
 
     def _missing(self, v: int) -> set[int]:
         """The ops to copy before a value is available."""

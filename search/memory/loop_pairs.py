@@ -11,7 +11,7 @@ from functools import partial
 
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Value, without_dead_ops
-from autoshard.search.memory.copies import Copies, copied
+from autoshard.search.memory.copies import OpCopier, copied
 from autoshard.search.memory.written import Written
 
 
@@ -104,7 +104,7 @@ class LoopPair:
         self.new_value, self.read = new_value, read
         self.written = Written(self.backward.body.values)
         self.constants = list(self.backward.body.constants)
-        self.copies = Copies(self.forward.body, is_recomputed, self._reached, partial(copied, self.written))
+        self.copies = OpCopier(self.forward.body, is_recomputed, self._reached, partial(copied, self.written))
 
     def run(self) -> tuple[Op, Op]:
         """Both loops after the rewrite."""

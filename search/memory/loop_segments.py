@@ -16,7 +16,7 @@ iterations once more, and keeps a root of a higher degree of their number. (REVO
 levels and needs the fewest steps; `search.memory.segment_lengths` compares.) Iterations that are left over behind whole
 segments make a loop of their own, which keeps its residuals. Where there is room for some residuals, more are left over.
 
-The site of a cut is that of its loop, `SEGMENTS`, and a value of `Segments`.
+The site of a cut is that of its loop, `SEGMENTS`, and a value of `LoopSegments`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ SCOPE = "segments"
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class LoopSegments:
     """The segments of a loop.
 
     Attributes:
@@ -59,17 +59,17 @@ class Segments:
         return end - end % self.lengths[0]
 
 
-def segments_site(loop: Site, segments: Segments) -> Site:
+def segments_site(loop: Site, segments: LoopSegments) -> Site:
     """The site of a loop's cut into segments."""
     return (*loop, SEGMENTS, segments)
 
 
-def cut_loop(site: Site) -> tuple[Site, Segments | None]:
+def cut_loop(site: Site) -> tuple[Site, LoopSegments | None]:
     """The loop of a cut's site, and its segments; another op's site, and None."""
     return (site[:-2], site[-1]) if len(site) > 2 and site[-2] == SEGMENTS else (site, None)
 
 
-def segments_at(sites: Iterable[Site], path: Site) -> dict[int, Segments]:
+def segments_at(sites: Iterable[Site], path: Site) -> dict[int, LoopSegments]:
     """The cuts of loops of one graph, by op index."""
     cuts = map(cut_loop, sites)
     return {loop[-1]: segments for loop, segments in cuts if segments and loop[:-1] == path}
@@ -96,7 +96,7 @@ def uncut_loops(step: Step) -> Iterator[str]:
                 yield f"The loop {graph.ops[f].where} is not cut into segments: {reason}."
 
 
-def check_segments(graph: Graph, f: int, segments: Segments, place: str) -> None:
+def check_segments(graph: Graph, f: int, segments: LoopSegments, place: str) -> None:
     """Checks that a loop can be cut into such segments.
 
     Raises:
@@ -116,7 +116,7 @@ def check_segments(graph: Graph, f: int, segments: Segments, place: str) -> None
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SegmentedLoop:
     """A loop to cut into segments.
 
     Attributes:
@@ -127,10 +127,10 @@ class Cut:
 
     forward: int
     backward: tuple[int, ...]
-    segments: Segments
+    segments: LoopSegments
 
 
-def in_segments(graph: Graph, cuts: Sequence[Cut]) -> Graph:
+def in_segments(graph: Graph, cuts: Sequence[SegmentedLoop]) -> Graph:
     """The graph with loops cut into segments whose residuals are recomputed."""
     loops = [[graph.ops[i] for i in (cut.forward, *cut.backward)] for cut in cuts]
     for cut, ops in zip(cuts, loops, strict=True):
@@ -148,7 +148,7 @@ class _Cutting:
       places: by loop, where its segments stand in the new graph.
     """
 
-    def __init__(self, graph: Graph, cut: Cut) -> None:
+    def __init__(self, graph: Graph, cut: SegmentedLoop) -> None:
         self.graph, self.cut = graph, cut
         self.written = Written(graph.values, SCOPE)
         self.length, *self.inner_lengths = cut.segments.lengths
@@ -295,7 +295,10 @@ def _cut_again(backward: Op, lengths: tuple[int, ...]) -> Op:
     """A backward loop over segments whose segments are cut in turn."""
     (body,) = backward.bodies["jaxpr"]
     again, last = (i for i, op in enumerate(body.ops) if op.name == "scan")
-    return replace(backward, bodies={"jaxpr": (in_segments(body, [Cut(again, (last,), Segments(lengths))]),)})
+    return replace(
+        backward,
+        bodies={"jaxpr": (in_segments(body, [SegmentedLoop(again, (last,), LoopSegments(lengths))]),)},
+    )
 
 
 def _parted(length: int, lengths: tuple[int, ...], stack: Any) -> tuple[Any, ...]:

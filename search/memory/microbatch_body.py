@@ -26,7 +26,7 @@ from autoshard.search.ir import _jax
 from autoshard.search.ir.factors import Kind
 from autoshard.search.ir.graph import EFFECTFUL, Atom, Graph, Op, Phase, Value, without_dead_ops
 from autoshard.search.memory.batch_cut import (
-    Cut,
+    OpCut,
     cut_at,
     is_begun,
     is_looked_up,
@@ -62,12 +62,12 @@ def around(value: Value, state: PerExample, count: int) -> tuple[tuple[int, ...]
     return (*value.shape[: state.dim], *dims, *value.shape[state.dim + 1 :]), state.dim + 1
 
 
-def dealt(examples: Any, shape: tuple[int, ...], dim: int, small: tuple[int, ...]) -> Any:
+def in_parts(examples: Any, shape: tuple[int, ...], dim: int, small: tuple[int, ...]) -> Any:
     """Each microbatch's examples: [count, ...]."""
     return jnp.reshape(jnp.moveaxis(jnp.reshape(examples, shape), dim, 0), (shape[dim], *small))
 
 
-def is_derived(op: Op, cut: Cut, split: BatchSplit) -> bool:
+def is_derived(op: Op, cut: OpCut, split: BatchSplit) -> bool:
     """Whether each part of an op's results can be made from parts of its operands."""
     r = [cut.result(r) for r in range(len(op.outputs))]
     return (
@@ -170,12 +170,12 @@ class Microbatch:
                 self._parts[v, wanted] = self._taken(v, wanted)
         return self._parts[v, wanted]
 
-    def _cut_of_result(self, op: Op, r: int, wanted: PerExample) -> Cut | None:
+    def _cut_of_result(self, op: Op, r: int, wanted: PerExample) -> OpCut | None:
         rule = rule_of(op, self.split.graph)
         cut = cut_at(rule, rule.results[r], wanted, self.count)
         return cut if cut is not None and is_derived(op, cut, self.split) else None
 
-    def _derive(self, op: Op, cut: Cut) -> None:
+    def _derive(self, op: Op, cut: OpCut) -> None:
         """Makes an op's results for this microbatch."""
         carried = [cut.result(r) for r in range(len(op.outputs))]
         values = tuple(
@@ -241,7 +241,7 @@ class Microbatch:
                 like.scope,
                 source,
                 {},
-                like.likes,
+                like.equivalence,
             )
         )
         return outputs
@@ -258,7 +258,7 @@ class Microbatch:
 
     # --- ops
 
-    def _wanted(self, op: Op, read: Sequence[State], cut: Cut | None) -> list[State | None]:
+    def _wanted(self, op: Op, read: Sequence[State], cut: OpCut | None) -> list[State | None]:
         """The states in which an op that depends on examples reads its operands; None for a whole operand."""
         if op.name == "optimization_barrier":
             return list(read)

@@ -51,7 +51,7 @@ from autoshard.search.memory.batch_states import (
     Whole,
     local_value,
 )
-from autoshard.search.memory.microbatch_body import INDEX, Microbatch, around, dealt, in_loop
+from autoshard.search.memory.microbatch_body import INDEX, Microbatch, around, in_loop, in_parts
 from autoshard.search.memory.positions import Scope
 from autoshard.search.memory.resized_ops import Resizer
 from autoshard.search.memory.statistics import with_statistics_apart
@@ -141,7 +141,7 @@ class MicrobatchParts:
 
     def deal(self, v: int) -> Callable[[Any], Any]:
         """A function from a value to the parts of all microbatches: [count, ...]."""
-        return partial(dealt, **self._around(v))
+        return partial(in_parts, **self._around(v))
 
     def gather(self, v: int) -> Callable[[Any], Any]:
         """A function from the results of all microbatches, [count, ...], to the value for the whole batch."""

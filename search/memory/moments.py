@@ -43,7 +43,7 @@ from autoshard.search.memory.batch_states import (
     is_unsplit,
     local_value,
 )
-from autoshard.search.memory.microbatch_body import around, dealt
+from autoshard.search.memory.microbatch_body import around, in_parts
 from autoshard.search.memory.written import Written
 
 MOST = 4
@@ -88,7 +88,7 @@ def _rewritten(i: int, op: Op, split: BatchSplit, written: Written) -> bool:
 
 def _moment(op: Op, split: BatchSplit) -> "_Moment | None":
     """The sum as a polynomial in a mean; None if it is none."""
-    search = _Search(op, split)
+    search = _MeanSearch(op, split)
     degree = search.degree(op.inputs[0])
     if degree is None or not 1 <= degree <= MOST or len(search.means) != 1 or len(search.places) != 1:
         return None
@@ -97,14 +97,14 @@ def _moment(op: Op, split: BatchSplit) -> "_Moment | None":
     aligned = _aligned(mean, split, shape)
     if aligned is None or place.dim not in op.params["axes"] or aligned.sizes[place.dim] != 1:
         return None
-    chain = _Chain(aligned.source, split)
+    chain = _MeanChain(aligned.source, split)
     is_float = all(jnp.issubdtype(split.graph.value(a).dtype, jnp.floating) for a in (mean, op.outputs[0]))
     if not (is_float and chain.is_linear):
         return None
     return _Moment(op, split, degree, place, mean, aligned, tuple(search.ops), tuple(search.leaves), chain)
 
 
-class _Search:
+class _MeanSearch:
     """Goes back from a sum's operand to the values available in each microbatch, and to the mean.
 
     Attributes:
@@ -190,7 +190,7 @@ def _aligned(mean: int, split: BatchSplit, shape: tuple[int, ...]) -> _Aligned |
     return _Aligned(source, sizes) if len(sizes) == len(shape) else None
 
 
-class _Chain:
+class _MeanChain:
     """The ops that make a mean, from the values available in each microbatch.
 
     Attributes:
@@ -245,7 +245,7 @@ class _Moment:
     aligned: _Aligned
     ops: tuple[int, ...]
     leaves: tuple[int, ...]
-    chain: _Chain
+    chain: _MeanChain
 
     def write(self, written: Written) -> None:
         """Appends the ops that make the sum."""
@@ -258,7 +258,7 @@ class _Moment:
 
     def _of_each(self, leaves: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
         """Each microbatch's mean and coefficients: [count, ...]."""
-        of_each = [self._dealt(x, v) for x, v in zip(arrays, leaves, strict=True)]
+        of_each = [self._in_parts(x, v) for x, v in zip(arrays, leaves, strict=True)]
         axes = [0 if isinstance(self._state(v), PerExample) else None for v in leaves]
         made = jax.vmap(partial(self._of_one, leaves), in_axes=axes, axis_size=self.split.count)(*of_each)
         return tuple(checkpoint_name(x, OF_MICROBATCH) for x in made)
@@ -271,13 +271,13 @@ class _Moment:
         is_as_large = len(shape) == len(summed.shape) and shape[dim] == summed.shape[dim]
         return self.place if is_unsplit(state) and v in self.leaves and is_as_large else state
 
-    def _dealt(self, x: Any, v: int) -> Any:
+    def _in_parts(self, x: Any, v: int) -> Any:
         state, count = self._state(v), self.split.count
         if not isinstance(state, PerExample):
             return x
         value = self.split.graph.values[v]
         shape, dim = around(value, state, count)
-        return dealt(x, shape, dim, local_value(value, state, count).shape)
+        return in_parts(x, shape, dim, local_value(value, state, count).shape)
 
     def _of_one(self, leaves: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
         """One microbatch's mean and coefficients."""

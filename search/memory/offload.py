@@ -247,7 +247,7 @@ def _fetching_slices(loop: Op, stacks: Sequence[int]) -> Op:
     """The loop with the slices of these operands on the host; its body begins with their copies to the device."""
     (body,) = loop.bodies["jaxpr"]
     written = Written(body.values, SCOPE)
-    like, there = replace(loop, likes=None), dict[int, Atom]()
+    like, there = replace(loop, equivalence=None), dict[int, Atom]()
     for v in (body.inputs[k] for k in stacks):
         written.values[v] = replace(written.values[v], is_on_host=True)
         there[v] = written.write(to_device, [v], like)

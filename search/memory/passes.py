@@ -71,7 +71,7 @@ class Passes:
         read = 2 if any(map(self.fusion.is_read_by_library, parts)) else 0 if is_made_by_library else 1
         return (1 + written + read) * pass_s_per_byte(self.costed.device)
 
-    def again_s(self, position: int) -> float:
+    def recompute_s(self, position: int) -> float:
         """Seconds to recompute a light op that makes arrays."""
         op, device = self._ops[position], self.costed.device
         if self._is_array(position):

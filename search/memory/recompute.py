@@ -20,9 +20,9 @@ from functools import partial
 from autoshard.search.ir import _jax
 from autoshard.search.ir.factors import Factor, Kind, rule_for
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Site, Step, Value, verify
-from autoshard.search.memory.copies import Copies, copied
+from autoshard.search.memory.copies import OpCopier, copied
 from autoshard.search.memory.loop_pairs import LoopPair, loop_pairs, without_unread_stacks
-from autoshard.search.memory.loop_segments import Cut, in_segments, segments_at
+from autoshard.search.memory.loop_segments import SegmentedLoop, in_segments, segments_at
 from autoshard.search.memory.written import Written
 from autoshard.search.problem.fusion import VIEWS
 
@@ -41,7 +41,7 @@ def recomputed(step: Step, sites: frozenset[Site]) -> Step:
     """
     if not sites:
         return step
-    graph = _Rewriting(step.graph, (), sites).run()
+    graph = _Recomputing(step.graph, (), sites).run()
     verify(graph)
     return replace(step, graph=graph)
 
@@ -91,13 +91,15 @@ def _factors(inputs: Sequence[Value], op: Op) -> Sequence[Factor]:
     return rule_for(op.name, inputs, op.result_values, op.params).factors
 
 
-class _Rewriting:
+class _Recomputing:
     """One walk over a graph that holds both phases."""
 
     def __init__(self, graph: Graph, path: Site, sites: frozenset[Site]) -> None:
         self.graph, self.path, self.sites = graph, path, sites
         self.written = Written(graph.values)
-        self.copies = Copies(graph, lambda i: (*path, i) in sites, self._held, partial(copied, self.written))
+        self.copies = OpCopier(
+            graph, lambda i: (*path, i) in sites, self._held, partial(copied, self.written)
+        )
         self.debts = _Debts(graph)
         self.pairs = loop_pairs(graph)
         self.place: dict[int, int] = {}
@@ -121,10 +123,10 @@ class _Rewriting:
         graph = replace(self.graph, values=tuple(self.written.values), ops=tuple(self.written.ops))
         return without_unread_stacks(in_segments(graph, self._cuts()))
 
-    def _cuts(self) -> list[Cut]:
+    def _cuts(self) -> list[SegmentedLoop]:
         """The loops to cut into segments, by their places in the new graph."""
         return [
-            Cut(self.place[f], tuple(self.place[b] for b in self.pairs[f]), segments)
+            SegmentedLoop(self.place[f], tuple(self.place[b] for b in self.pairs[f]), segments)
             for f, segments in segments_at(self.sites, self.path).items()
         ]
 
@@ -138,7 +140,7 @@ class _Rewriting:
             op,
             bodies={
                 key: tuple(
-                    _Rewriting(b, p, self.sites).run() for b, p in zip(bodies, paths[key], strict=True)
+                    _Recomputing(b, p, self.sites).run() for b, p in zip(bodies, paths[key], strict=True)
                 )
                 for key, bodies in op.bodies.items()
             },
@@ -158,9 +160,10 @@ class _Rewriting:
         ties = (*self.debts.due(), *(() if arrived is None else (arrived,)))
         inputs = tuple(dict.fromkeys((*kept, *ties)))
         results = tuple(self.written.values[a] for a in inputs)
-        source, likes = (self.reader.source_info, self.reader.likes) if self.reader else (None, None)
+        reader = self.reader
+        source, equivalence = (reader.source_info, reader.equivalence) if reader else (None, None)
         barrier = Op(
-            _jax.optimization_barrier_p, {}, inputs, (), results, Phase.BACKWARD, "", source, {}, likes
+            _jax.optimization_barrier_p, {}, inputs, (), results, Phase.BACKWARD, "", source, {}, equivalence
         )
         return copied(self.written, barrier, inputs)[: len(kept)]
 

@@ -24,10 +24,10 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.cost_model.compute import kernel_s
-from autoshard.search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step, walk
+from autoshard.search.ir.graph import EFFECTFUL, Equivalence, Graph, Op, Phase, Role, Site, Step, walk
 from autoshard.search.ir.sharding import Place
 from autoshard.search.memory.loop_pairs import loop_pairs
-from autoshard.search.memory.loop_segments import Segments, cut_loop, obstacle, segments_site
+from autoshard.search.memory.loop_segments import LoopSegments, cut_loop, obstacle, segments_site
 from autoshard.search.memory.min_cut import Recomputation, cheapest
 from autoshard.search.memory.passes import Passes
 from autoshard.search.memory.segment_lengths import LoopCut
@@ -120,7 +120,7 @@ class Residuals:
             share = (lengths[-1] + cut.length % lengths[0]) / cut.length
             sites = self._recomputed(price_s_per_byte * share)
             lengths = cut.shortest(before + 1, self._kept_bytes(sites) / cut.length)
-            yield sites | {segments_site(cut.loop, Segments(lengths))} if lengths else sites
+            yield sites | {segments_site(cut.loop, LoopSegments(lengths))} if lengths else sites
 
     def _recomputed(self, price_s_per_byte: float | np.ndarray) -> frozenset[Site]:
         """The ops to recompute at a price per kept byte.
@@ -129,13 +129,15 @@ class Residuals:
         second case its result would otherwise become an array on the way.
         """
         runs, is_stored = cheapest(self.problem, price_s_per_byte), np.array(self.is_stored, bool)
-        said = is_stored & runs
+        is_listed = is_stored & runs
         for op in np.flatnonzero(runs).tolist():
-            said[op] |= any(said[made] for made in self._made_of[op])
+            is_listed[op] |= any(is_listed[made] for made in self._made_of[op])
         for op in np.flatnonzero(runs)[::-1].tolist():
-            if said[op]:
-                said[[made for made in self._made_of[op] if not is_stored[made]]] = True
-        return frozenset(site for site, one in zip(self.sites, said, strict=True) if one and site is not None)
+            if is_listed[op]:
+                is_listed[[made for made in self._made_of[op] if not is_stored[made]]] = True
+        return frozenset(
+            site for site, one in zip(self.sites, is_listed, strict=True) if one and site is not None
+        )
 
     @cached_property
     def _made_of(self) -> list[list[int]]:
@@ -153,7 +155,7 @@ class Residuals:
         """Bytes of all residuals that are not recomputed one by one."""
         return float(sum(self.problem.num_bytes[v] for v in self._kept(sites)))
 
-    def _segments(self, sites: frozenset[Site]) -> Segments | None:
+    def _segments(self, sites: frozenset[Site]) -> LoopSegments | None:
         """The segments into which the loop is cut; None if it is not."""
         cuts = map(cut_loop, sites) if self.cut else ()
         return next((segments for loop, segments in cuts if self.cut and loop == self.cut.loop), None)
@@ -207,15 +209,17 @@ class Residuals:
         read = {v for values, is_stored in reads if not is_stored for v in values}
         return frozenset(self.sites[self.problem.maker[v]] for v in read)
 
-    def made_again(self, sites: frozenset[Site], waiting: frozenset[Site]) -> frozenset[Site]:
-        """The sites to recompute if some results (`waiting`) are offloaded to the host. Ops that are computed on the fly
+    def recomputed_with(self, sites: frozenset[Site], offloaded: frozenset[Site]) -> frozenset[Site]:
+        """The sites to recompute if some results (`offloaded`) are kept on the host. Ops that are computed on the fly
         from recomputed or offloaded results are included: the backward phase computes them from its own copies."""
-        moved = [site in sites or site in waiting for site in self.sites]
+        moved = [site in sites or site in offloaded for site in self.sites]
         for op, values in enumerate(self.problem.reads):
             if not self.is_stored[op]:
                 moved[op] |= any(moved[self.problem.maker[v]] for v in values)
         again = (
-            s for s, one in zip(self.sites, moved, strict=True) if one and s is not None and s not in waiting
+            s
+            for s, one in zip(self.sites, moved, strict=True)
+            if one and s is not None and s not in offloaded
         )
         return frozenset(again)
 
@@ -226,11 +230,11 @@ class Residuals:
 
     def seconds(self, sites: frozenset[Site]) -> float:
         """Seconds to recompute these sites, and to keep the remaining residuals."""
-        again_s = sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites)
+        recompute_s = sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites)
         keep_s = np.broadcast_to(self.problem.keep_s, len(self.problem.maker))
         if self.cut and (segments := self._segments(sites)):
-            again_s += self.cut.seconds(segments)
-        return float(again_s + sum(keep_s[v] for v in self._kept(sites)))
+            recompute_s += self.cut.seconds(segments)
+        return float(recompute_s + sum(keep_s[v] for v in self._kept(sites)))
 
 
 def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) -> tuple[Residuals, ...]:
@@ -281,7 +285,7 @@ class _Ledger:
         results: Sequence[int],
         num_bytes: Sequence[float],
         keep_s: Sequence[float] = (),
-        likes: Likes | None = None,
+        equivalence: Equivalence | None = None,
     ) -> None:
         """Adds an op or a carry; a value that is not stored has infinitely many bytes.
 
@@ -290,7 +294,7 @@ class _Ledger:
         each = [*zip(results, num_bytes, keep_s or (0.0,) * len(results), strict=True)]
         for is_stored in sorted({bool(np.isfinite(n)) for n in num_bytes} or {False}):
             own = [(v, n, s) for v, n, s in each if np.isfinite(n) == is_stored]
-            self._add(site, seconds, operands, own, is_stored, likes)
+            self._add(site, seconds, operands, own, is_stored, equivalence)
 
     def _add(
         self,
@@ -299,12 +303,16 @@ class _Ledger:
         operands: Sequence[int],
         results: Sequence[tuple[int, float, float]],
         is_stored: bool,
-        likes: Likes | None,
+        equivalence: Equivalence | None,
     ) -> None:
         op = len(self.sites)
         self.sites.append(site)
         self.is_stored.append(is_stored)
-        self.blocks.append((likes.block, likes.repeats) if likes and likes.block >= 0 else (-1 - op, 1))
+        self.blocks.append(
+            (equivalence.block, equivalence.repeats)
+            if equivalence and equivalence.block >= 0
+            else (-1 - op, 1)
+        )
         self.op_s.append(seconds if is_stored else 0.0)
         self.reads.append([self.number[v] for v in operands if v in self.number])
         self.number.update({v: len(self.number) + n for n, (v, _, _) in enumerate(results)})
@@ -341,20 +349,20 @@ class _Reader:
         """The residuals of a graph that holds both phases."""
         loops, ledger = loop_pairs(graph), _Ledger()
         forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
-        free = self._free(path, graph, forward)
-        kept = self._handed_on(path, graph, [i for i in forward if i not in free]) | _passed_on(
+        of_arguments = self._of_arguments(path, graph, forward)
+        kept = self._handed_on(path, graph, [i for i in forward if i not in of_arguments]) | _passed_on(
             graph, forward
         )
         for i in forward:
             op, site = graph.ops[i], (*path, i)
             if i not in loops:
-                seconds = np.inf if i in kept or _must_stay(op) else self._again_s(site)
+                seconds = np.inf if i in kept or _must_stay(op) else self._recompute_s(site)
                 own = None if _holds_both_phases(op) else site
                 arrays = [self._stored_at(("result", site, r)) for r in range(len(op.outputs))]
                 num_bytes = [np.inf if v is None else self._relief(v) for v in arrays]
                 is_light = site in self._light_at
                 keep_s = [self._passes.keep_s(v) if is_light and v is not None else 0.0 for v in arrays]
-                ledger.add(own, seconds, op.operands, op.outputs, num_bytes, keep_s, op.likes)
+                ledger.add(own, seconds, op.operands, op.outputs, num_bytes, keep_s, op.equivalence)
         needed = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
         return ledger.residuals(needed, is_loop=False)
 
@@ -424,13 +432,13 @@ class _Reader:
         """By site, the positions of light ops that make arrays."""
         return {self.program.ops[i].site: i for i in self.costed.kernels.first}
 
-    def _again_s(self, site: Site) -> float:
+    def _recompute_s(self, site: Site) -> float:
         """Seconds per step to recompute an op."""
         if site not in self._light_at:
             return self._seconds.get(site, 0.0)
         position = self._light_at[site]
         op = self.program.ops[position]
-        return op.count * self._inside_s(self.folded.class_of[position]) + self._passes.again_s(position)
+        return op.count * self._inside_s(self.folded.class_of[position]) + self._passes.recompute_s(position)
 
     @cached_property
     def _seconds(self) -> dict[Site, float]:
@@ -511,22 +519,22 @@ class _Reader:
             for place in places
         }
 
-    def _free(self, path: Site, graph: Graph, forward: Sequence[int]) -> set[int]:
+    def _of_arguments(self, path: Site, graph: Graph, forward: Sequence[int]) -> set[int]:
         """Light ops on constants and on arguments other than the batch (parameters, state, keys)."""
         known = {v for v, _ in graph.constants}
         if not path:
             arguments = self.program.step.arguments
             known |= {v for v, a in zip(graph.inputs, arguments, strict=True) if a.role is not Role.BATCH}
-        free: set[int] = set()
+        of_arguments: set[int] = set()
         for i in forward:
             op = graph.ops[i]
             is_light = op.is_transfer or (*path, i) not in self._heavy
             if known.issuperset(op.operands) and not op.bodies and is_light:
                 known.update(op.outputs)
-                free.add(i)
+                of_arguments.add(i)
             elif op.name == BARRIER:
                 known.update(v for a, v in zip(op.inputs, op.outputs, strict=True) if a in known)
-        return free
+        return of_arguments
 
     @cached_property
     def _heavy(self) -> frozenset[Site]:
@@ -604,7 +612,7 @@ def _passed_on(graph: Graph, forward: Sequence[int]) -> set[int]:
 
 
 def _block(op: Op) -> int | None:
-    return None if op.likes is None else op.likes.block
+    return None if op.equivalence is None else op.equivalence.block
 
 
 def _must_stay(op: Op) -> bool:

@@ -14,7 +14,7 @@ segments differ in length. Those of a loop of loops are alike, so that its progr
 from dataclasses import dataclass, field
 
 from autoshard.search.ir.graph import Site
-from autoshard.search.memory.loop_segments import Segments
+from autoshard.search.memory.loop_segments import LoopSegments
 
 Lengths = tuple[int, ...]
 """Of segments, the longest first."""
@@ -29,16 +29,16 @@ class LoopCut:
       length: its iterations.
       carry_bytes: of all carries at one iteration, on one device.
       entering_bytes: of values that the loop reads and that are kept for its segments alone.
-      again_s: seconds to run all iterations once more.
+      recompute_s: seconds to run all iterations once more.
     """
 
     loop: Site
     length: int
     carry_bytes: float
     entering_bytes: float
-    again_s: float
+    recompute_s: float
 
-    def held_bytes(self, segments: Segments, residual_bytes: float) -> float:
+    def held_bytes(self, segments: LoopSegments, residual_bytes: float) -> float:
         """Bytes held at the most with these segments, for residuals of so many bytes an iteration."""
         length = segments.whole(self.length)
         held_bytes = self.entering_bytes + (self.length - length) * residual_bytes
@@ -48,23 +48,23 @@ class LoopCut:
             length = shorter
         return held_bytes + length * residual_bytes
 
-    def seconds(self, segments: Segments) -> float:
+    def seconds(self, segments: LoopSegments) -> float:
         """Seconds to run the iterations of segments once more for each level."""
-        return len(segments.lengths) * self.again_s * segments.whole(self.length) / self.length
+        return len(segments.lengths) * self.recompute_s * segments.whole(self.length) / self.length
 
-    def up_to(self, share: float, segments: Segments) -> Segments:
+    def up_to(self, share: float, segments: LoopSegments) -> LoopSegments:
         """The segments reduced to a share of the iterations, in whole segments, at least one."""
         longest = segments.lengths[0]
-        return Segments(segments.lengths, longest * max(1, round(share * self.length / longest)))
+        return LoopSegments(segments.lengths, longest * max(1, round(share * self.length / longest)))
 
     def shortest(self, num_levels: int, residual_bytes: float) -> Lengths:
         """The lengths with which so many levels hold least; fewer lengths if more levels do not hold less."""
-        search = _Search(self.carry_bytes, residual_bytes)
+        search = _LengthSearch(self.carry_bytes, residual_bytes)
         return search.best(self.length, num_levels)[1]
 
 
 @dataclass(eq=False)
-class _Search:
+class _LengthSearch:
     """The recursion above, for one loop."""
 
     carry_bytes: float

@@ -22,7 +22,8 @@ LEAST_SHARE = 0.02
 """Narrower gaps are left, as a share of the bytes kept without recomputation. Source: a choice of ours."""
 
 MAX_CUTS = 20
-"""Source: a choice of ours; models of language and images had 10 to 15 choices that far apart (measured)."""
+"""Largest number of choices. Source: a choice of ours; models of language and images had 10 to 15 choices that far
+apart (measured)."""
 
 
 @dataclass(frozen=True, slots=True)

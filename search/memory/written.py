@@ -87,7 +87,7 @@ class Written:
             phase=Phase.FORWARD if like is None else like.phase,
             source_info=None if like is None else like.source_info,
             scope=self._scope,
-            likes=None if like is None else like.likes,
+            equivalence=None if like is None else like.equivalence,
         )
 
     def together(self, operands: Sequence[int], like: Op) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class Written:
                 self._scope,
                 like.source_info,
                 {},
-                like.likes,
+                like.equivalence,
             )
         )
         return outputs

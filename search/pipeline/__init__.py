@@ -1,1 +1,1 @@
-"""Pipelines: schedules, what they cost, and how layers are cut into stages."""
+"""Pipelines: schedules and their costs, and the cut of layers into stages."""

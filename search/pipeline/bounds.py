@@ -60,8 +60,8 @@ def least_makespan_s(name: str, costs: Sequence[StageCost], num_microbatches: in
 
     Args:
       name: the family's.
-      costs: of each stage.
-      num_microbatches: of each replica.
+      costs: costs of each stage.
+      num_microbatches: microbatches of each replica.
       num_workers: groups of devices.
     """
     m, splits_backward = num_microbatches, FAMILIES[name].splits_backward
@@ -95,8 +95,8 @@ class Pipelines:
 
     Attributes:
       schedule: the name of its schedule.
-      num_microbatches: of each replica.
-      num_replicas: of each stage.
+      num_microbatches: microbatches of each replica.
+      num_replicas: replicas of each stage.
       shape: the mesh of a replica's devices.
       is_one_program: whether one program runs all stages, so that no host hands out tasks.
     """
@@ -109,12 +109,12 @@ class Pipelines:
 
     @property
     def count(self) -> int:
-        """In how many parts the step goes through its batch."""
+        """Number of parts in which the step goes through its batch."""
         return self.num_microbatches * self.num_replicas
 
 
 @dataclass(frozen=True, eq=False)
-class Bounds:
+class PipelineBounds:
     """The least times of a step's pipelines on a cluster.
 
     Attributes:
@@ -146,7 +146,7 @@ class Bounds:
         """Seconds of a step of any pipeline, at least, wherever its stages begin.
 
         Args:
-          count: in how many parts the step goes through its batch.
+          count: number of parts in which the step goes through its batch.
           size: the fewest devices of a replica; it divides those of all replicas.
         """
         return (self.work.passes(count, size).total_s + self.work.once_s) / self.cluster.num_devices
@@ -187,8 +187,8 @@ class Bounds:
         return self.work.num_forward_kernels or inf
 
     def _reduction_s(self, num_copies: int, size: int) -> float:
-        """Seconds in which as many devices as a replica has add up all gradients over so many copies of a stage, and gather
-        what is read of the new parameters."""
+        """Seconds in which as many devices as a replica has add up all gradients over so many copies of a stage, and
+        gather the new parameters that are read."""
         if num_copies == 1 or not self._gradient_bytes:
             return 0.0
         mesh, num_bytes = MeshModel(self.cluster, (num_copies, size)), self._gradient_bytes
@@ -197,8 +197,8 @@ class Bounds:
 
     @cached_property
     def _gradient_bytes(self) -> float:
-        """Of all parameters, at least: a gradient, or what is read of a parameter, may be in a narrower type than that, but
-        not in one that no op of the step makes."""
+        """Lower bound on the bytes of all gradients. A gradient, or a parameter where it is read, may have a narrower
+        dtype than the parameter, but none that no op of the step makes."""
         graph = self.step.graph
         narrow_bytes = min(
             (v.itemsize for v in _made(graph) if jnp.issubdtype(v.dtype, jnp.inexact)), default=0

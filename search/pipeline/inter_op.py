@@ -1,28 +1,31 @@
-"""Inter-op parallelism: which layers make a stage, on which submesh, run how; by dynamic programming, with a proof.
+"""Inter-op parallelism: the layers, the submesh and the way of running of each stage, by dynamic programming, with a
+proof.
 
 A pipeline of stages with times t_i per microbatch, and m microbatches, takes about
 
     sum of t_i + (m - 1) x the slowest t_i,
 
-the first to fill and drain it, the second while it is full. Here the slowest stage counts with its update, and transfers
+the first to fill and drain it, the second while it is full. The slowest stage counts with its update, and transfers
 between stages count where the pipeline fills. A schedule with a smaller bubble fills at a share of that (1/v for
-interleaved 1F1B; 1/3 for ZB-H1 where forward, backward and weight gradient take as long), so in all
+interleaved 1F1B; 1/3 for ZB-H1 if forward, backward and weight gradient take equally long), so in all
 
     share x (sum of t_i + transfers) + the largest (m - share) t_i + update_i.
 
 Stages stand in order along the devices of the cluster, all of which are used, on 1, 2, 4, ... devices of a node or on
-whole nodes; they may be unequal. A stage's memory holds as many microbatches' residuals as its schedule keeps in flight,
-which depends on how many stages are behind it. Nodes may be of several kinds; they are used in the order given.
+whole nodes; they may be unequal. A stage holds the residuals of as many microbatches as its schedule keeps in flight,
+which depends on the number of stages behind it. Nodes may be of several kinds; they are used in the order given.
 
-For a limit on the slowest stage the sweep (`search.pipeline.sweep`) finds the smallest sum. Alpa tries all limits in
-turn. Here intervals of limits are cut in two: all plans whose slowest stage takes between a and b take at least the
-smallest sum under limit b, plus a. The interval with the least bound goes first; when that is above the best plan so far,
-or as near as asked for, the search is over, and what it returns carries the bound. Each sweep is bounded in turn: were no
-stage to hold more in flight than the last one does, stages need not be counted, and a sweep from the front says what the
-layers in front take at least; an entry is dropped if it cannot become better than the best plan.
+For a limit on the slowest stage, the sweep (`search.pipeline.sweep`) finds the smallest sum. Alpa tries all limits in
+turn. Here intervals of limits are bisected: all plans whose slowest stage takes between a and b take at least the
+smallest sum under limit b, plus a. The interval with the least bound goes first. When this bound exceeds the best plan
+so far, or is as near as asked for, the search ends, and its result carries the bound.
 
-Source: Zheng et al. 2022, "Alpa: automating inter- and intra-operator parallelism for distributed deep learning", section
-5.
+Each sweep is bounded, too. If no stage held more in flight than the last one, stages would not have to be counted; then
+one sweep from the front gives the least latency of the layers in front of each cut. An entry is dropped if its sum with
+that cannot beat the best plan.
+
+Source: Zheng et al. 2022, "Alpa: automating inter- and intra-operator parallelism for distributed deep learning",
+section 5.
 """
 
 import heapq
@@ -34,31 +37,29 @@ import numpy as np
 
 from autoshard.search.pipeline.stage_costs import TOLERANCE, Array, StageTable, prefix_sums
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
-from autoshard.search.pipeline.sweep import Column, Places, Sweep, dominated
-
-RELATIVE_GAP = 1e-3
-"""Proved of a plan where the caller says nothing. Source: a choice of ours, well below what costs are known to."""
+from autoshard.search.pipeline.sweep import Column, LatencySweep, Places, dominated
 
 NARROW = 1.001
-"""An interval whose ends are nearer is not cut in two but gone through from its upper end. Source: a choice of ours."""
+"""An interval whose ends differ by less than this factor is not bisected, but tried from its upper end. Source: a
+choice of ours."""
 
 NEAREST = 0.01
-"""Of a cap: how exactly the smallest that would do is found, for a message. Source: a choice of ours."""
+"""Precision of the least additional memory in a message, as a share of the cap. Source: a choice of ours."""
 
 
-def fastest_cut(problem: InterOpProblem, relative_gap: float = RELATIVE_GAP) -> InterOpPlan | None:
-    """The fastest cut into stages that fits; None where none does.
+def fastest_cut(problem: InterOpProblem, relative_gap: float) -> InterOpPlan | None:
+    """The fastest cut into stages that fits; None if none does.
 
     Args:
       problem: layers, devices and costs.
-      relative_gap: how much slower than the best the plan may be; 0 for the best.
+      relative_gap: largest share by which the plan may be slower than the best one; 0 for the best one.
     """
-    return _Search(problem).run(relative_gap)
+    return _LimitSearch(problem).run(relative_gap)
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """A plan while limits are searched."""
+class _FoundCut:
+    """A cut that was found under a limit."""
 
     stages: tuple[StagePlan, ...]
     latency_s: float
@@ -71,7 +72,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Interval:
-    """Plans whose slowest stage takes between two limits, and what they take at least."""
+    """The plans whose slowest stage takes between two limits, with a lower bound on them."""
 
     bound_s: float
     above_s: float
@@ -84,15 +85,15 @@ class _Interval:
 
 
 @dataclass(eq=False)
-class _Search:
-    """The limits on the slowest stage, until the best plan is proved."""
+class _LimitSearch:
+    """Bisects limits on the slowest stage until the best plan is proved."""
 
     problem: InterOpProblem
-    best: _Cut | None = None
+    best: _FoundCut | None = None
     by_in_flight: dict[int, Array] = field(default_factory=dict[int, Array])
 
     def run(self, relative_gap: float) -> InterOpPlan | None:
-        """The best plan."""
+        """The best plan; None if none fits."""
         found = self._fastest(np.inf, np.inf)
         if found is None:
             return None
@@ -105,7 +106,7 @@ class _Search:
         return InterOpPlan(found.stages, found.step_s, min(bound_s, found.step_s))
 
     def _parts(self, interval: _Interval) -> list[_Interval]:
-        """What is left of an interval when it is cut in two, or where it is narrow gone through from its upper end."""
+        """The rest of an interval: it is bisected or, if it is narrow, tried from its upper end."""
         limit_s = (interval.above_s * interval.upto_s) ** 0.5
         upper = [_Interval.of(limit_s, interval.upto_s, interval.latency_s)]
         if interval.upto_s <= interval.above_s * NARROW or not limit_s:
@@ -113,19 +114,19 @@ class _Search:
         found = self._fastest(limit_s, self._useful_s(interval))
         return upper + (self._below(found, interval.above_s) if found is not None else [])
 
-    def _below(self, found: _Cut, above_s: float) -> list[_Interval]:
-        """Of the plans up to a limit, those that may be better than the one of least latency."""
+    def _below(self, found: _FoundCut, above_s: float) -> list[_Interval]:
+        """The plans up to a limit that may be better than the one of least latency."""
         if self.best is None or found.step_s < self.best.step_s:
             self.best = found
         below_s = found.bottleneck_s * (1 - 2 * TOLERANCE)
         return [_Interval.of(above_s, below_s, found.latency_s)] if below_s > above_s else []
 
     def _useful_s(self, interval: _Interval) -> float:
-        """What a plan's latency must stay below to be better than the best."""
+        """The latency below which a plan of an interval beats the best one."""
         return (self.best.step_s if self.best else np.inf) - interval.above_s
 
     def _even_share_s(self) -> float:
-        """What the slowest stage takes at least: all layers' work, each where it takes least, spread over all devices."""
+        """Lower bound on the slowest stage: the least work of all layers, spread over all devices."""
         work = [
             np.diff(row) * option.submesh.size
             for row, option in zip(self.table.bottleneck_s, self.problem.options, strict=True)
@@ -148,17 +149,17 @@ class _Search:
 
     @cached_property
     def table_from_end(self) -> StageTable:
-        """The same with the layers in reverse order."""
+        """The table with the layers in reverse order."""
         return self.table.reversed()
 
     @cached_property
     def places(self) -> Places:
-        """Where options may stand."""
+        """The devices at which options may begin."""
         return Places.of(self.problem.nodes, self.table)
 
     @cached_property
     def places_from_end(self) -> Places:
-        """The same with the nodes in reverse order."""
+        """These places with the nodes in reverse order."""
         return Places.of(self.problem.nodes[::-1], self.table)
 
     @cached_property
@@ -170,12 +171,13 @@ class _Search:
 
     @cached_property
     def max_stages(self) -> int:
-        """Of any plan."""
+        """Largest number of stages of a plan."""
         return self.problem.num_stages or min(self.problem.num_layers, self.problem.num_devices)
 
     @cached_property
     def lasts_from_end(self) -> Array:
-        """[options, first layer], for the reversed layers: the end of the longest stage that fits, were it the last one."""
+        """[options, first layer] of the reversed layers: the end of the longest stage that fits if no stage is behind
+        it."""
         return self.table_from_end.reach_in_memory(self.problem.in_flight[0])
 
     def _lasts_in_memory(self, in_flight: int) -> Array:
@@ -184,7 +186,7 @@ class _Search:
             self.by_in_flight[in_flight] = self.table.reach_in_memory(in_flight)
         return self.by_in_flight[in_flight]
 
-    def _fastest(self, limit_s: float, most_s: float) -> _Cut | None:
+    def _fastest(self, limit_s: float, most_s: float) -> _FoundCut | None:
         """The cut of least latency whose slowest stage stays within a limit, if that latency is less than `most_s`."""
         in_front = self._least_in_front(limit_s, most_s)
         if not len(in_front[-1].num_stages) or in_front[-1].latency_s[0, -1] >= most_s:
@@ -202,18 +204,18 @@ class _Search:
         def lasts(num_behind: int) -> Array:
             return np.minimum(in_time, self._lasts_in_memory(self.problem.held_with(num_behind)))
 
-        columns = Sweep(self.table, self.places, self.transfer_s, lasts, self.max_stages).run(drop)
+        columns = LatencySweep(self.table, self.places, self.transfer_s, lasts, self.max_stages).run(drop)
         return self._read(columns, lasts)
 
     def _least_in_front(self, limit_s: float, most_s: float) -> list[Column]:
         """Per device, and behind all: the least latency of the layers in front of each, one row."""
         lasts = np.minimum(self.table_from_end.reach_in_time(limit_s), self.lasts_from_end)
         transfer_s = self.transfer_s[::-1, ::-1]
-        backwards = Sweep(self.table_from_end, self.places_from_end, transfer_s, lambda _: lasts, 0)
+        backwards = LatencySweep(self.table_from_end, self.places_from_end, transfer_s, lambda _: lasts, 0)
         columns = backwards.run(lambda _, column: column.latency_s >= most_s)
         return [Column(column.num_stages, column.latency_s[:, ::-1]) for column in reversed(columns)]
 
-    def _read(self, columns: list[Column], lasts: Callable[[int], Array]) -> _Cut | None:
+    def _read(self, columns: list[Column], lasts: Callable[[int], Array]) -> _FoundCut | None:
         """The stages of the best entry for all layers and devices."""
         counts, totals_s = columns[0].num_stages, columns[0].latency_s[:, 0]
         if self.problem.num_stages is not None:
@@ -229,7 +231,7 @@ class _Search:
             bottleneck_s = max(bottleneck_s, float(np.diff(self.table.bottleneck_s[option, [k, j]])[0]))
             stages.append(self._stage(option, p, k, j, num_left))
             p, k = end, j
-        return _Cut(tuple(stages), float(totals_s.min()), bottleneck_s)
+        return _FoundCut(tuple(stages), float(totals_s.min()), bottleneck_s)
 
     def _first_stage(
         self, columns: list[Column], lasts: Array, p: int, k: int, num_left: int
@@ -268,7 +270,7 @@ class _Search:
 
 
 def nearest_cut(problem: InterOpProblem) -> NoCut:
-    """Where none fits, the cut that would if every device had as little more memory as possible."""
+    """The cut that fits with about the least additional memory on every device, for a problem of which no cut fits."""
     most_bytes = max(o.memory_bytes(0, problem.num_layers, problem.in_flight[-1]) for o in problem.options)
     nearest, too_little = _with_more(problem, most_bytes), 0.0
     if nearest is None:
@@ -287,7 +289,7 @@ def nearest_cut(problem: InterOpProblem) -> NoCut:
 def _with_more(problem: InterOpProblem, more_bytes: float) -> NoCut | None:
     """A cut that fits devices with more memory, with the caps as they are."""
     nodes = tuple(replace(node, memory_bytes=node.memory_bytes + more_bytes) for node in problem.nodes)
-    found = _Search(replace(problem, nodes=nodes))._fastest(np.inf, np.inf)
+    found = _LimitSearch(replace(problem, nodes=nodes))._fastest(np.inf, np.inf)
     if found is None:
         return None
     return NoCut(tuple(replace(stage, cap_bytes=stage.cap_bytes - more_bytes) for stage in found.stages))

@@ -1,15 +1,16 @@
-"""How the devices of a replica share its work: one search for the whole step, whatever its stages will be.
+"""The strategies of a replica's devices: one search for the whole step, whatever its stages will be.
 
-A stage's devices are replicas, which take other examples, times the devices of each, which share the work on them in any way
-that the intra-op search knows: over a logical mesh of theirs. How they do is decided once for each such mesh, for the step
-in as many parts as there are microbatches and replicas together, as if one replica ran all of it. A stage then does with its
-layers what the whole step does with them. So a search asks for a few solutions, never for one per run of layers; blocks that
-repeat are decided together there, so that layers of a kind are run alike.
+The devices of a stage are replicas, which take different examples, times the devices of each replica. These share its
+work in any way that the intra-op search knows, on a logical mesh. There is one solution for each such mesh, for the
+step in as many parts as there are microbatches and replicas together, as if one replica ran all of it. A stage runs its
+layers with the strategies that they have in the whole step. So a search needs a few solutions, not one per run of
+layers. Repeated blocks are decided together, so equal layers run alike.
 
-Forward and backward passes are programs of their own, run for each microbatch. What one of them hands to another lies
-between them as it is: it cannot be terms of a sum, and a copy that was resharded for the one is not there for the other.
-Strategies that would have it otherwise are left out. Parameters one program would reshard once for all microbatches; these
-do it for each, and are priced so. What is made of parameters once in a step is resharded once, by who makes it.
+Forward and backward passes are programs of their own, which run for each microbatch. A value that one program hands to
+another has one spec in between: it cannot be partial, and a copy that was resharded for one program does not exist in
+the other. Strategies that need this are excluded. One program for all would reshard parameters once for all
+microbatches; these programs reshard them for each microbatch, and are priced so. Values that the prologue makes of
+parameters are resharded once, there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,8 @@ from autoshard.search.solver.pbqp import Labels
 NO_PINS: Mapping[str, Any] = MappingProxyType({})
 
 LARGE_BYTES = 1 << 20
-"""What tasks read of a parameter is large from there on. Source: a choice of ours, as biases and scales are not."""
+"""Smallest size of a parameter that tasks should read in parts. Source: between the largest biases of GPT-3 175B (4 x
+12,288 numbers, 192 KiB in float32; Brown et al. 2020, table 2.1) and its matrices."""
 
 SOLVE_S = 5.0
 """Nominal seconds (`search.solver.clock`) for the strategies of a replica's devices. Source: a choice of ours; most are
@@ -49,11 +51,11 @@ proved best in less."""
 
 @dataclass(frozen=True, eq=False)
 class IntraOp:
-    """A solution.
+    """The strategies of a replica's devices.
 
     Attributes:
-      step_problem: of the step with its loop over parts.
-      on_mesh: the same on the mesh of a replica's devices.
+      step_problem: the problem of the step with its loop over parts.
+      on_mesh: this problem on the mesh of a replica's devices.
       labels: a strategy for each node.
     """
 
@@ -63,19 +65,19 @@ class IntraOp:
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """Of a replica's devices."""
+        """The mesh of a replica's devices."""
         return self.on_mesh.shape
 
     @cached_property
     def paths(self) -> ReshardPaths:
-        """How values lie and travel."""
+        """The specs and the reshards of values."""
         return ReshardPaths(self.on_mesh.memory.costed, self.labels)
 
-    def lies(self, place: Place | None, value: Value) -> Spec:
-        """How a value of the step lies; terms of a sum are added up before they leave a program.
+    def spec_of(self, place: Place | None, value: Value) -> Spec:
+        """The spec of a value between programs. Partial values are reduced before they leave a program.
 
         Args:
-          place: where the step has it; None if it does not.
+          place: the value's place in the step; None if the step does not have it.
           value: its type.
         """
         values, whole = self._program.value_at, (WHOLE,) * len(self.mesh_shape)
@@ -86,12 +88,13 @@ class IntraOp:
         return spec if divides(spec, value.shape, self.mesh_shape) else whole
 
     def handed_on(self, flat: int) -> Spec:
-        """How a value of the flat program lies between programs: what the prologue makes for tasks, as they get it."""
+        """The spec of a value of the flat program between programs. Results of the prologue have the spec in which
+        tasks read them."""
         return self.paths.resting(self._entered.get(flat, flat))
 
     @cached_property
     def _entered(self) -> dict[int, int]:
-        """By value that the prologue makes, the one that it is in the loop over microbatches."""
+        """By result of the prologue, the value that it is inside the loop over microbatches."""
         program, loop = self._program, (loop_over_microbatches(self._program.step.graph),)
         enters = (op for op in program.ops if op.name == ENTER and op.site == loop)
         return {op.operands[0]: op.results[0] for op in enters if op.operands[0] not in program.inputs}
@@ -102,22 +105,22 @@ class IntraOp:
 
     @cached_property
     def sharding(self) -> StepSharding:
-        """What it imposes on the step."""
+        """The solution's sharding of the step."""
         return step_sharding(self.on_mesh.memory.costed, self.labels)
 
     @cached_property
     def device(self) -> Prediction:
-        """What a device would do in the whole step."""
+        """The prediction of a device in the whole step."""
         return self.on_mesh.predicted(self.labels, NO_CAP)
 
     @cached_property
     def device_of_tasks(self) -> Prediction:
-        """The same where each task of each stage is a program."""
+        """The prediction of a device if each task of each stage is a program."""
         return self.on_mesh.predicted(self.labels, NO_CAP, is_one_program=False)
 
 
 def replica_cluster(cluster: Cluster, num_devices: int) -> Cluster:
-    """As many devices of a cluster as a replica has."""
+    """A cluster of as many devices as a replica has."""
     per_node = min(num_devices, cluster.devices_per_node)
     host_bytes = cluster.host_bytes_per_node * per_node // cluster.devices_per_node
     return replace(
@@ -126,24 +129,24 @@ def replica_cluster(cluster: Cluster, num_devices: int) -> Cluster:
 
 
 def as_tasks(program: FlatProgram) -> FlatProgram:
-    """The same where each microbatch has programs of its own, which bring parameters from where they rest to where they read
-    them; what the prologue makes comes as they read it."""
+    """The program as tasks run it: each microbatch brings the parameters from the spec in which they rest to that in
+    which it reads them. Results of the prologue have the latter already."""
     count, loop = program.step.num_microbatches, (loop_over_microbatches(program.step.graph),)
     arguments = zip(program.inputs, program.step.arguments, strict=True)
     resting = {v for v, argument in arguments if argument.role is not Role.BATCH}
 
-    def handed_over(op: FlatOp) -> FlatOp:
+    def brought(op: FlatOp) -> FlatOp:
         is_brought = op.name == ENTER and op.site == loop and op.operands[0] in resting
         return replace(op, operand_counts=(count,)) if is_brought else op
 
-    return replace(program, ops=tuple(map(handed_over, program.ops)))
+    return replace(program, ops=tuple(map(brought, program.ops)))
 
 
 def between_programs(
-    on_mesh: MeshProblem, kept: Sequence[np.ndarray], is_lean: bool = False
+    on_mesh: MeshProblem, kept: Sequence[np.ndarray], splits_parameters: bool = False
 ) -> tuple[np.ndarray, ...]:
-    """Of some strategies, those under which forward and backward passes can be programs of their own; if these are to be
-    lean, each device has a part only of what tasks read of parameters."""
+    """The strategies, among some, under which forward and backward passes can be programs of their own. With
+    `splits_parameters`, each device holds only a part of each parameter that tasks read."""
     costed = on_mesh.memory.costed
     graph, program = costed.graph, costed.graph.folded.program
     left = list(kept)
@@ -152,7 +155,7 @@ def between_programs(
         ways = costed.strategies[copy.node].copy_sources
         left[copy.node] = np.array([s for s in left[copy.node] if ways[s] is not CopySource.KEPT], int)
     for op_class, members in enumerate(graph.folded.members):
-        if is_lean and any(_is_large_entry(program, program.ops[i], loop) for i in members):
+        if splits_parameters and any(_is_large_entry(program, program.ops[i], loop) for i in members):
             port = graph.ports[op_class, 0, True]
             is_split = (port_specs(port, costed.strategies[port.node]) >= 0).any(axis=1)
             in_parts = np.array([s for s in left[port.node] if is_split[s]], int)
@@ -165,7 +168,8 @@ def between_programs(
 
 
 def _is_large_entry(program: FlatProgram, op: FlatOp, loop: tuple[int, ...]) -> bool:
-    """Whether an op stands for what the loop over microbatches reads of parameters, if that is large."""
+    """True if an op brings a parameter, or a value made of parameters, into the loop over microbatches, and it is
+    large."""
     if op.name != ENTER or op.site != loop:
         return False
     arguments = dict(zip(program.inputs, program.step.arguments, strict=True))
@@ -174,7 +178,7 @@ def _is_large_entry(program: FlatProgram, op: FlatOp, loop: tuple[int, ...]) -> 
 
 
 def _is_sum_of(op: FlatOp, loop: tuple[int, ...]) -> bool:
-    """Whether an op stands for what the loop over microbatches adds up."""
+    """True if an op represents a sum of the loop over microbatches."""
     return op.is_accumulator and op.site == loop
 
 
@@ -182,17 +186,17 @@ def solved(
     step_problem: StepProblem,
     cluster: Cluster,
     shape: tuple[int, ...],
-    is_lean: bool = False,
+    splits_parameters: bool = False,
     pins: Mapping[str, Any] = NO_PINS,
 ) -> IntraOp:
-    """The fastest strategies on such a mesh of a replica's devices, lean ones or any, without a cap: that is for stages.
+    """The fastest strategies on a mesh of a replica's devices. They have no cap: caps are for stages.
 
     Raises:
       InputError: a pin is impossible on this mesh, or pins contradict one another.
     """
     on_mesh = _of_replica(step_problem, cluster, shape)
     try:
-        kept = between_programs(on_mesh, on_mesh.pinned(pins), is_lean)
+        kept = between_programs(on_mesh, on_mesh.pinned(pins), splits_parameters)
         return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
     except PlanError as e:  # there is no plan yet, so a pin is impossible
         raise InputError(str(e)) from e
@@ -202,10 +206,10 @@ def solved(
 
 
 def decided(step_problem: StepProblem, cluster: Cluster, sharding: Sharding, place: str) -> IntraOp:
-    """What a plan decides for a mesh of a replica's devices.
+    """The strategies that a plan decides for a mesh of a replica's devices.
 
     Raises:
-      PlanError: it decides something impossible; `place` says of which plan.
+      PlanError: a decision is impossible; `place` names the plan.
     """
     on_mesh = _planned_on(step_problem, cluster, sharding, place)
     kept = between_programs(on_mesh, on_mesh.codec.allowed(sharding, place))
@@ -219,7 +223,7 @@ def decided(step_problem: StepProblem, cluster: Cluster, sharding: Sharding, pla
 def replica_choices(
     step_problem: StepProblem, cluster: Cluster, sharding: Sharding, name: str, place: str
 ) -> tuple[str, ...]:
-    """All that a decision of a plan can be on a mesh of a replica's devices, whatever the others are.
+    """The possible values of a decision on a mesh of a replica's devices, whatever the other decisions are.
 
     Raises:
       PlanError: nothing is decided under this name.
@@ -229,7 +233,7 @@ def replica_choices(
 
 
 def _planned_on(step_problem: StepProblem, cluster: Cluster, sharding: Sharding, place: str) -> MeshProblem:
-    """The problem on the mesh that a plan is for."""
+    """The problem on the mesh of a plan's sharding."""
     shape = tuple(sharding.mesh.values())
     if tuple(sharding.mesh) != AXIS_NAMES.get(len(shape)):
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(sharding.mesh)}")

@@ -233,9 +233,9 @@ class Ledger:
     @cached_property
     def _split_types(self) -> dict[int, tuple[Value, Spec]]:
         """The arguments that may be split over replicas: their types, and their specs on a replica's devices."""
-        step, lies = self._step, self.intra_op.lies
+        step, spec_of = self._step, self.intra_op.spec_of
         return {
-            v: (step.values[v], lies(step.place_of(v), step.values[v]))
+            v: (step.values[v], spec_of(step.place_of(v), step.values[v]))
             for v in sorted(self.shares.split_arguments)
         }
 

@@ -1,11 +1,11 @@
-"""The forward phase as a chain of layers: where it may be cut into stages, and which op of the step belongs to which layer.
+"""The forward phase as a chain of layers: the places where it may be cut into stages, and the layer of each op.
 
-Between any two ops that do much of the work there is one place where the fewest bytes cross; only these can be borders. Of
-them, those at which most crosses are given up first, until as few are left as are asked for; of those with as much, as there
-are between equal blocks, the one whose layers do the least. So blocks that repeat end up alike, without being looked for.
-Layers under `scan` may be cut between any two iterations, as these count as ops of their own.
+Between any two ops with much of the work there is one position where the fewest bytes cross; only such positions can be
+borders. While there are too many, the border where most bytes cross is dropped; of equal ones, as between equal blocks,
+the one whose layers have the least work together. So repeated blocks become equal layers, without being looked for.
+Layers under `scan` may be cut between any two iterations, which count as ops of their own.
 
-All else follows its layer as it follows its stage (`search.pipeline.stages`): layers are the finest stages.
+All other ops follow their layer as they follow a stage (`search.pipeline.stages`): layers are the finest stages.
 """
 
 from collections.abc import Sequence
@@ -16,28 +16,29 @@ from itertools import pairwise
 import numpy as np
 
 from autoshard.search.ir.graph import Op
-from autoshard.search.pipeline.local_ties import untied, within_stages
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.split_loops import between_ops, num_positions
+from autoshard.search.pipeline.stage_barriers import barriers_per_value, barriers_within_stages
 from autoshard.search.pipeline.stage_cut import StageCut, crossing_bytes, num_flops
 from autoshard.search.pipeline.stages import StageAssignment, assign
 
 MAX_LAYERS = 96
-"""Source: a choice of ours; the inter-op search takes seconds for as many on a thousand devices."""
+"""Largest number of layers. Source: a choice of ours; the inter-op search takes seconds for as many on a thousand
+devices."""
 
 HEAVY_SHARE = 0.1
-"""Of an even share of the work: ops with less make no layer. Source: a choice of ours."""
+"""Ops with less than this share of an even share of the work make no layer. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """A step's layers.
+    """The layers of a step.
 
     Attributes:
-      starts: by layer: the position of its first op, as a cut of the step says it.
+      starts: by layer, the position of its first op, as in a cut of the step.
       whole: the step in parts.
-      step: the same with its loops cut between layers, and ties within these.
-      cut: where layers begin in that.
+      step: the step with its loops cut between layers, and barriers inside layers.
+      cut: the starts of the layers in that step.
     """
 
     starts: tuple[int, ...]
@@ -47,7 +48,7 @@ class Layers:
 
     @classmethod
     def of(cls, step: PipelineStep, borders: Sequence[int] = (), most: int = MAX_LAYERS) -> "Layers":
-        """A step's layers, at most so many, and more where some must begin at these positions."""
+        """The layers of a step: at most `most`, and more if some must begin at `borders`."""
         ops = step.forward_ops
         counts = [num_positions(step, op) for op in ops]
         found = layer_starts(work(step, ops), crossing_bytes(ops, step.values, counts), most)
@@ -57,12 +58,12 @@ class Layers:
     @classmethod
     def _cut(cls, whole: PipelineStep, starts: tuple[int, ...]) -> "Layers":
         step, cut = between_ops(whole, StageCut(starts[1:]))
-        step = untied(step)
-        return cls(starts, whole, within_stages(step, assign(step, cut)), cut)
+        step = barriers_per_value(step)
+        return cls(starts, whole, barriers_within_stages(step, assign(step, cut)), cut)
 
     def of_like(self, step: PipelineStep) -> "Layers | None":
-        """The same layers of the same step that recomputes something, where forward ops may be missing that are made for the
-        backward phase alone; None if that is all there is of a layer."""
+        """These layers in a step that also recomputes. Forward ops that serve only the backward phase may be missing
+        there; None if a layer would be empty."""
         there = {name: position for position, name in enumerate(_names(step))}
         names = _names(self.whole)
         found = [next((there[n] for n in names[at:] if n in there), None) for at in self.starts]
@@ -73,40 +74,40 @@ class Layers:
 
     @property
     def num_layers(self) -> int:
-        """How many there are."""
+        """Number of layers."""
         return len(self.starts)
 
     @cached_property
     def assigned(self) -> StageAssignment:
-        """Each op's layer, and where each value is made or rests."""
+        """The layer of each op, and of each value, where it is made or rests."""
         return assign(self.step, self.cut)
 
     def stage_cut(self, first_layers: Sequence[int]) -> StageCut:
-        """The cut of the step before, into stages that begin with these layers."""
+        """The cut of the step in parts into stages that begin with these layers."""
         return StageCut(tuple(self.starts[layer] for layer in first_layers[1:]))
 
 
 def _names(step: PipelineStep) -> list[tuple[int, int]]:
-    """By position: the number of what is made there in the body of the step's loop, and the iteration."""
+    """By position, the number in the loop's body of the value that is made there, and the iteration."""
     return [
         (step.origins[op.outputs[0]], n) for op in step.forward_ops for n in range(num_positions(step, op))
     ]
 
 
 def work(step: PipelineStep, ops: Sequence[Op]) -> np.ndarray:
-    """By position: floating-point operations."""
+    """Floating-point operations by position."""
     counts = [num_positions(step, op) for op in ops]
     flops = np.array([num_flops(op, step.values) for op in ops])
     return np.repeat(flops / counts, counts)
 
 
 def layer_starts(flops: np.ndarray, crossing: np.ndarray, most: int) -> tuple[int, ...]:
-    """Where layers begin.
+    """The positions at which layers begin.
 
     Args:
       flops: [positions] of each op.
       crossing: [positions + 1] bytes that cross in front of it.
-      most: how many layers there may be.
+      most: largest number of layers.
     """
     heavy = np.flatnonzero(flops > HEAVY_SHARE * flops.sum() / most)
     if not len(heavy):

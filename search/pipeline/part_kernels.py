@@ -1,11 +1,11 @@
-"""What a device needs beside what lies there while it runs a part of a step by itself: the peak of the part's kernels; how
-long they take, and what they say to others.
+"""The kernels of a part of a step that runs by itself: their temporaries, their times, and their collectives.
 
-The kernels of the whole step are known (`search.device`). Those of a part are the ones whose ops are in it; of a loop
-over layers, the whole body. What they read that others make lies there already, and what others read of theirs is handed
-on: neither counts here. The rest comes and goes in the orders in which the compiler would run these kernels by themselves.
+The kernels of the whole step are known (`search.device`). A part has those whose ops are in it; of a loop over layers,
+the whole body. Operands that other parts make lie there already, and results that other parts read are handed on:
+neither counts here. The other buffers come and go in the orders in which the compiler would run these kernels by
+themselves.
 
-A part may have one layer of a loop. Then that is no loop: what the body makes is what it hands on, and no stack of it.
+A part may have one layer of a loop. Then it has no loop: it hands on the results of the body, and no stack of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ from autoshard.search.device.prediction import Prediction
 from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
 from autoshard.search.ir.graph import Op, Site
 from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.layout_copies import with_copies
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.turned_copies import with_copies
 from autoshard.search.problem.flat_program import FlatOp
 
 
@@ -27,10 +27,10 @@ class PartKernels[Part]:
     """The kernels of a replica's device, by the part of the step that runs them.
 
     Attributes:
-      intra_op: how the devices of a replica share the work.
-      device: what one of them would do in the whole step.
-      step: the step in parts, cut as these are.
-      of_site: by op of the step, or of its loop's body, who runs it.
+      intra_op: the strategies of a replica's devices.
+      device: the prediction of one of them in the whole step.
+      step: the step in parts, cut like these.
+      of_site: by op of the step, or of its loop's body, the parts that run it.
       is_program: whether each part is a program of its own.
     """
 
@@ -41,30 +41,31 @@ class PartKernels[Part]:
     is_program: bool
 
     def temporary_bytes(self, part: Part, limit_bytes: float) -> float:
-        """The most that a part's kernels need at once, of what they neither get nor hand on.
+        """The peak of a part's temporaries: buffers that it neither gets nor hands on.
 
         Args:
           part: one of the parts.
-          limit_bytes: what the compiler's scheduler may use for it.
+          limit_bytes: the memory that the compiler's scheduler may use for it.
         """
         lowered, runs = self._lowered, self._runs
         own = {k: runs[k][part] for k in range(len(runs)) if part in runs[k]}
         if not own:
             return 0.0
         is_rescheduled = self.device.is_rescheduled
-        cut = _Cut(lowered, own, self._loop, self._stacks, is_rescheduled, self.is_program)
+        cut = _AlonePart(lowered, own, self._loop, self._stacks, is_rescheduled, self.is_program)
         alone = with_copies(cut.alone, cut.handed) if self.is_program else cut.alone
         peak = Prediction(alone, limit_bytes, is_rescheduled, alone).peak
         return peak.num_bytes + cut.early_bytes
 
     def kernels(self, part: Part) -> "Iterator[tuple[Kernel, float]]":
-        """A part's kernels, and which share each has of what the step runs of it."""
+        """A part's kernels, each with the share of its runs in the step that the part has."""
         for kernel, parts in zip(self._lowered.kernels, self._runs, strict=True):
             if part in parts:
                 yield kernel, parts[part].num / parts[part].whole
 
     def collectives(self, part: Part) -> "Iterator[tuple[Kernel, Communication, float, float]]":
-        """A part's collectives: of each, its kernel, how many there are in the step and this part's share of them."""
+        """A part's collectives: of each, its kernel, the message, their number in the step, and this part's share of
+        them."""
         live_ranges = self.intra_op.on_mesh.live_ranges
         for kernel, parts in self._collectives:
             what = kernel.collective
@@ -78,16 +79,16 @@ class PartKernels[Part]:
 
     @property
     def all_collectives(self) -> Iterator[Kernel]:
-        """Those of all parts, and of none."""
+        """The collectives of all parts, and of none."""
         return (kernel for kernel, _ in self._collectives)
 
     @property
     def ops(self) -> tuple[FlatOp, ...]:
-        """Of the flat program."""
+        """The ops of the flat program."""
         return self.intra_op.step_problem.graph.folded.program.ops
 
     def outermost(self, op: FlatOp) -> Site:
-        """The op of the step, or of its loop's body, that a flat op is in; arguments and results are in none."""
+        """The op of the step, or of its loop's body, that contains a flat op; none contains arguments and results."""
         if op.name in ("input", "output"):
             return ()
         return op.site[:4] if op.site[:1] == (self.step.loop,) else op.site[:1]
@@ -98,7 +99,7 @@ class PartKernels[Part]:
 
     @cached_property
     def _stacks(self) -> frozenset[int]:
-        """The kernels that do nothing but to stack what a loop's body makes."""
+        """The kernels that only stack a result of a loop's body."""
         kernels = enumerate(self._lowered.kernels)
         return frozenset(
             k
@@ -108,7 +109,7 @@ class PartKernels[Part]:
 
     @cached_property
     def _loop(self) -> Loops:
-        """The loop over parts of the batch, of which each part of the step is one run."""
+        """The loop over parts of the batch. A part of the step runs one of its iterations."""
         inside = [i for i, op in enumerate(self.ops) if op.site[:1] == (self.step.loop,) and op.op]
         ranges = self.intra_op.step_problem.graph.folded.program.loops
         around = [r for r in ranges if r[0] <= min(inside) and max(inside) < r[1]]
@@ -121,7 +122,8 @@ class PartKernels[Part]:
 
     @cached_property
     def _collectives(self) -> "tuple[tuple[Kernel, Mapping[Part, Runs]], ...]":
-        """Those before any were joined, which may be of several parts: each takes its share of the joined one."""
+        """The collectives before the compiler combines them, with the parts that run them. A combined one may be of
+        several parts: each of its members takes a share of it."""
         apart = self.device.apart
         joined = {b: kernel for kernel in self._lowered.kernels for b in kernel.makes}
         return tuple(
@@ -131,7 +133,8 @@ class PartKernels[Part]:
         )
 
     def _runs_of(self, lowered: Lowered) -> "list[Mapping[Part, Runs]]":
-        """A kernel that no part has, such as an addition to a sum, goes with what it reads."""
+        """By kernel, the parts that run it. A kernel of no part, such as an addition to a sum, belongs to the parts of
+        its operands."""
         found: list[Mapping[Part, Runs]] = []
         of_buffer: dict[int, Mapping[Part, Runs]] = {}
         for kernel in lowered.kernels:
@@ -145,7 +148,7 @@ class PartKernels[Part]:
 
 
 def _shared(kernel: Kernel, joined: Kernel) -> Kernel:
-    """A collective with its share of what the one takes that it was joined to."""
+    """A collective with its share of the combined one's time, by bytes."""
     assert kernel.collective is not None
     assert joined.collective is not None
     share = kernel.collective.num_bytes / max(joined.collective.num_bytes, 1.0)
@@ -162,14 +165,14 @@ def length_of(step: PipelineStep, site: Site) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """How often a part runs a loop's body, of how often the step does; once of once for what is in no loop.
+    """The runs of a loop's body in a part and in the step; one of one for kernels outside of loops.
 
     Attributes:
-      num: in the part.
-      whole: in the step.
-      is_within: whether each run reads and writes its layer of stacks where these lie, outside of the part: there are none
-        that the part hands on, nor any that it adds to others.
-      rounds: how often such a part runs through layers, others each time.
+      num: runs in the part.
+      whole: runs in the step.
+      is_within: whether each run reads and writes its layer inside of stacks that lie outside of the part. Then the
+        part hands on no stacks, and adds none to others.
+      rounds: number of times that the part runs through layers, other ones each time.
     """
 
     num: int
@@ -179,21 +182,22 @@ class Runs:
 
     @property
     def is_opened(self) -> bool:
-        """Whether it is no loop there, though it is one in the step."""
+        """True if a loop of the step is none in the part."""
         return self.num == 1 < self.whole
 
 
-class _Cut:
-    """Some kernels by themselves, with the buffers that they read and make.
+class _AlonePart:
+    """Kernels of a part by themselves, with the buffers that they read and make.
 
-    A layer of a sum, to which the layer's term is added, is copied out of the sum's stack before. Where a loop's count alone
-    says which layer, the compiler's scheduler takes that for a transfer and hides it behind the whole body: then all these
-    copies are there at its end, and, if it has no collectives to hide behind additions, all terms.
+    A layer of a sum is copied out of the sum's stack before the layer's term is added. If the loop's counter alone says
+    which layer, the compiler's scheduler takes this copy for a transfer and hides it behind the whole body. Then all
+    these copies are live at the end of the body, and all terms, too, if the body has no collectives to hide behind
+    additions.
 
     Attributes:
       alone: the kernels.
-      early_bytes: of such copies.
-      handed: of their buffers, those that others make, or read.
+      early_bytes: bytes of such copies.
+      handed: the buffers of `alone` that other parts make or read.
     """
 
     def __init__(
@@ -250,7 +254,8 @@ class _Cut:
 
     @staticmethod
     def _in_order(kernels: Sequence[Kernel], own: Mapping[int, Runs], stacks: frozenset[int]) -> list[int]:
-        """With a stack written as soon as there is something to write; none where there is no loop."""
+        """The part's kernels in order. A stack is written as soon as its operand is made; without a loop there is
+        none."""
         maker = {b: k for k in own for b in kernels[k].makes}
         behind: dict[int, list[int]] = {}
         for k in own:
@@ -287,13 +292,14 @@ class _Cut:
         )
 
     def _beside(self, kernel: Kernel) -> list[int]:
-        """The body's other kernels."""
+        """The other kernels of the body."""
         kernels = self.lowered.kernels
         return [k for k in self.number if kernels[k].loops == kernel.loops and k not in self.late]
 
     def _workspace(self, kernel: Kernel, runs: Runs) -> float:
-        """With a layer of what lies at a place that only its run knows: a product does not read that where it is. Nor does a
-        program of one microbatch read that where it lies in the batch: it gets the number, and has no loop over them."""
+        """The workspace of a kernel in the part, with the layers that are copied for it. A product does not read a
+        layer in place if only the run knows its index. Nor does a program of one microbatch read its part of the batch
+        in place: it gets the index as an operand, and has no loop over microbatches."""
         if self.is_program and kernel.sliced and not self._inside(kernel.loops):
             return min(kernel.workspace_bytes, WORKSPACE_BYTES)
         copied = [b for b in kernel.sliced if runs.is_within and (runs.rounds > 1 or self._is_residual(b))]
@@ -307,7 +313,7 @@ class _Cut:
         return not set(self.around).isdisjoint(self.lowered.buffers[b].loops)
 
     def _layer_bytes(self, k: int) -> float:
-        """A layer of what a kernel stacks up."""
+        """The bytes of one layer of a kernel's stack."""
         (b,) = self.lowered.kernels[k].makes
         return self.lowered.buffers[b].num_bytes / self.own[k].whole
 

@@ -1,21 +1,21 @@
-"""A step taken apart for a pipeline: its ops that run once, before and after, and those that run for each microbatch.
+"""A step taken apart for a pipeline: ops that run once before the microbatches, for each of them, and once after.
 
-A loop over microbatches (`search.memory.microbatches`) runs all of a microbatch before the next one; a pipeline has several
-of them under way. So the loop is opened: what stands before it, in it and behind it stand side by side, in one numbering of
-values, and whoever runs them says which microbatch it is. Whatever else was done to the step with the loop, such as to have
-it recompute, is done here too.
+A loop over microbatches (`search.memory.microbatches`) finishes one microbatch before the next one; a pipeline has
+several in flight. So the loop is opened: the ops before it, in it and behind it stand side by side, in one numbering of
+values, and the executor says for which microbatch they run. Earlier rewritings of the step, such as recomputation, stay
+as they are.
 
-    prologue  once: what every microbatch reads (parameters in another type), the examples dealt out, sums set to zero;
+    prologue  once: values that all microbatches read (parameters in another dtype), the examples in parts, sums of zero;
     body      for each microbatch: forward and backward;
-    epilogue  once: what is made of finished sums, such as a clipped gradient, and the update.
+    epilogue  once: values made of finished sums, such as a clipped gradient, and the update.
 
-A value of the body is another one in each microbatch. A *sum* is a value of the prologue to which each microbatch adds a
-*term*; the epilogue reads it when all have. A *piece* is what the epilogue reads of one microbatch: of a result for each
-example, every microbatch's piece.
+Each microbatch has its own instance of a value of the body. A *sum* is a value of the prologue to which each microbatch
+adds a *term*; the epilogue reads it when all have. A *piece* is a value of one microbatch that the epilogue reads: a
+result for each example has a piece of every microbatch.
 
-Some ops are so light that a value of theirs is made anew by whoever reads it, rather than kept or sent: a mask of
-constants, a microbatch's part of the examples, a schedule's learning rate. They stand in the parts where they are made
-first.
+Some ops are *duplicated*: their values are so cheap that every program that reads them computes them itself, and none
+is stored or sent. Examples are a mask of constants, a microbatch's part of the examples, and a schedule's learning
+rate. They stand in the part of the step that makes them first.
 """
 
 # JAX types these functions only in part.
@@ -32,39 +32,40 @@ import jax.numpy as jnp
 
 from autoshard.search.ir.graph import EFFECTFUL, Atom, Op, Phase, Role, Site, Step, Value
 from autoshard.search.ir.sharding import Place
-from autoshard.search.ir.sinking import LIGHT
+from autoshard.search.ir.sinking import CHEAP
 from autoshard.search.memory.microbatch_body import INDEX
 from autoshard.search.memory.microbatches import loop_over_microbatches, looped
 from autoshard.search.memory.written import Written
 
 SCOPE = "pipeline"
-"""The name scope of what is neither the user's nor made from it."""
+"""The name scope of ops that the pipeline adds."""
 
-_TAKES = LIGHT | {"slice", "dynamic_slice", "concatenate", "pad"}
-"""Primitives that cost no more than to read what they make."""
+_TAKES = CHEAP | {"slice", "dynamic_slice", "concatenate", "pad"}
+"""Primitives that cost no more than a read of their results."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineStep:
-    """A step's ops, by when they run.
+    """The ops of a step, by when they run.
 
     Attributes:
       step: the traced step, with its loop over microbatches.
-      num_microbatches: in how many the body goes through the batch.
-      num_replicas: among how many each of them is shared out: the body says what one does.
+      num_microbatches: number of microbatches of each replica.
+      num_replicas: number of replicas; the body is the work of one of them.
       values: all values.
       prologue: the ops that run once before, in program order.
       body: the ops that run for each microbatch.
       epilogue: the ops that run once after.
-      index: the part's number, as the body reads it: of all microbatches' and replicas' parts of the batch.
-      of_microbatch: the values that are others in each microbatch.
-      terms: by sum, what each microbatch adds to it.
-      pieces: by value of the epilogue, the value of the body that it is, and of which part.
-      constants: values that are always the same, with their contents.
-      origins: by value of the body: its number in the body of the loop.
-      on_the_fly: values that the compiler computes where they are read, rather than store them: the backward phase makes
+      index: the number of a part of the batch, as the body reads it; the parts of all replicas are numbered together.
+      of_microbatch: the values of which each microbatch has its own instance.
+      terms: by sum, the term that each microbatch adds to it.
+      pieces: by value of the epilogue, the value of the body that it is, and the number of the part.
+      constants: values that are always equal, with their contents.
+      origins: by value of the body, its number in the body of the loop.
+      on_the_fly: values that the compiler computes where they are read and does not store; the backward phase computes
         those of the forward phase again.
-      like: by value that was added: the one that it lies like, being a part of it, or standing in its place.
+      like: by value that the pipeline added, the value whose spec it has: one of which it is a part, or which it
+        replaces.
     """
 
     step: Step
@@ -88,46 +89,46 @@ class PipelineStep:
         """Takes a step apart.
 
         Raises:
-          InputError: the batch is not so many times anything.
+          InputError: the batch does not divide into so many parts.
           NotSplittableError: examples depend on one another; the message says where.
         """
         return cls.of_loop(looped(step, num_microbatches * num_replicas), num_replicas)
 
     @classmethod
     def of_loop(cls, step: Step, num_replicas: int = 1) -> "PipelineStep":
-        """Takes a step apart that has a loop over its parts: as many as there are microbatches and replicas together."""
+        """Takes a step apart that has a loop over its parts: microbatches times replicas."""
         return _Opening(step, num_replicas).run()
 
     def is_of_microbatch(self, value: int) -> bool:
-        """Whether a value is another one in each microbatch."""
+        """True if each microbatch has its own instance of a value."""
         return value in self.of_microbatch
 
     @property
     def ops(self) -> Iterator[Op]:
-        """All ops, as they run."""
+        """All ops, in the order in which they run."""
         yield from self.prologue
         yield from self.body
         yield from self.epilogue
 
     @cached_property
     def maker(self) -> dict[int, Op]:
-        """By value, the op that makes it; a sum's is what it begins with."""
+        """By value, the op that makes it; for a sum, the op that makes its initial value."""
         return {v: op for op in self.ops for v in op.outputs}
 
     def original(self, value: int) -> int:
-        """The value of the opened loop that one lies like."""
+        """The value of the opened loop whose spec a value has."""
         while value in self.like:
             value = self.like[value]
         return value
 
     @cached_property
     def loop(self) -> int:
-        """Which op of the step is its loop."""
+        """The index of the loop among the step's ops."""
         return loop_over_microbatches(self.step.graph)
 
     @cached_property
     def _place_of(self) -> dict[int, Place]:
-        """Where the step has each value of the opened loop."""
+        """By value of the opened loop, its place in the step."""
         graph, path = self.step.graph, (self.loop, "jaxpr", 0)
         body = graph.ops[self.loop].bodies["jaxpr"][0]
         found: dict[int, Place] = {v: ("input", (), i) for i, v in enumerate(graph.inputs)}
@@ -140,7 +141,7 @@ class PipelineStep:
 
     @cached_property
     def _names(self) -> dict[Site, str]:
-        """Of the step's ops, by where they stand."""
+        """The primitives of the step's ops, by site."""
         graph, path = self.step.graph, (self.loop, "jaxpr", 0)
         found: dict[Site, str] = {(i,): op.name for i, op in enumerate(graph.ops)}
         return found | {
@@ -148,26 +149,26 @@ class PipelineStep:
         }
 
     def place_of(self, value: int) -> Place | None:
-        """Where the step has a value that this one is, or lies like; None if only a pipeline has it."""
+        """The place in the step of a value, or of the value whose spec it has; None if only a pipeline has it."""
         return self._place_of.get(self.original(value))
 
     def site_of(self, op: Op) -> Site | None:
-        """Where the step has an op that this one is, or a part of; None if only a pipeline has it."""
+        """The site in the step of an op, or of the op of which it is a part; None if only a pipeline has it."""
         what, site, _ = self.place_of(op.outputs[0]) or ("", (), 0)
         return site if what == "result" and self._names[site] == op.name else None
 
     @cached_property
     def learned(self) -> frozenset[int]:
-        """Parameters, and what the prologue makes of them."""
+        """Parameters, and values that the prologue makes of them."""
         return self._made_of(Role.PARAMETER)
 
     @cached_property
     def weights(self) -> frozenset[int]:
-        """Parameters and frozen weights, and what the prologue makes of them."""
+        """Parameters and frozen weights, and values that the prologue makes of them."""
         return self._made_of(Role.PARAMETER, Role.FROZEN)
 
     def _made_of(self, *roles: Role) -> frozenset[int]:
-        """The arguments of some roles, and what the prologue makes of them."""
+        """The arguments of some roles, and values that the prologue makes of them."""
         arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
         found = {v for v, argument in arguments if argument.role in roles}
         for op in self.prologue:
@@ -177,11 +178,11 @@ class PipelineStep:
 
     @cached_property
     def backward_ops(self) -> frozenset[Op]:
-        """The ops of the body that belong to the backward phase, or read what does."""
+        """The ops of the body that belong to the backward phase, or read values of it."""
         made: set[int] = set()
         found: set[Op] = set()
         for op in self.body:
-            if op not in self.made_anew and (
+            if op not in self.duplicated and (
                 op.phase is not Phase.FORWARD or not made.isdisjoint(op.operands)
             ):
                 found.add(op)
@@ -190,21 +191,21 @@ class PipelineStep:
 
     @cached_property
     def forward_ops(self) -> tuple[Op, ...]:
-        """The ops of the body that a cut tells stages of, in program order."""
-        return tuple(op for op in self.body if op not in self.made_anew and op not in self.backward_ops)
+        """The ops of the body to which a cut assigns stages, in program order."""
+        return tuple(op for op in self.body if op not in self.duplicated and op not in self.backward_ops)
 
     @cached_property
-    def made_anew(self) -> frozenset[Op]:
-        """The ops whose results are made by each program that reads them."""
+    def duplicated(self) -> frozenset[Op]:
+        """The ops whose results are computed by each program that reads them."""
         handed_on = {*self.terms, *self.terms.values(), *(v for v, _ in self.pieces.values())}
         small = {v for v in self.step.graph.inputs if _is_scalar((self.values[v],))}
         made = {*(v for v, _ in self.constants), self.index}
         found: set[Op] = set()
         for op in self.ops:
             in_body = all(map(self.is_of_microbatch, op.outputs))
-            is_cheap = op.name in _TAKES or (not in_body and _is_scalar(op.result_values))
-            is_light = is_cheap and not op.bodies and op.name not in EFFECTFUL
-            if is_light and handed_on.isdisjoint(op.outputs):
+            is_a_read = op.name in _TAKES or (not in_body and _is_scalar(op.result_values))
+            is_cheap = is_a_read and not op.bodies and op.name not in EFFECTFUL
+            if is_cheap and handed_on.isdisjoint(op.outputs):
                 read = [v for v in op.operands if v not in made]
                 if self.of_microbatch.isdisjoint(read) if in_body else small.issuperset(read):
                     found.add(op)
@@ -217,13 +218,13 @@ def _is_scalar(values: tuple[Value, ...]) -> bool:
 
 
 class _Opening:
-    """A loop over microbatches, opened.
+    """Opens a loop over microbatches.
 
     Values outside of it keep their numbers; those of its body are numbered behind them.
 
     Attributes:
-      outer: by value that the body reads from outside, what that is.
-      first: what the body's values are numbered from.
+      outer: by input of the body that is a value from outside, that value.
+      first: the number of the body's first value.
     """
 
     def __init__(self, step: Step, num_replicas: int) -> None:
@@ -276,7 +277,7 @@ class _Opening:
         return self.loop.outputs[self.num_carry :]
 
     def _adding(self) -> dict[int, Op]:
-        """By what the loop adds up, what does that in the body."""
+        """By sum of the loop, the op of the body that adds to it."""
         maker = {v: op for op in self.inner.ops for v in op.outputs}
         begins = self.inner.inputs[self.num_consts : self.num_consts + self.num_carry]
         carried = zip(self.loop.outputs, self.inner.outputs, begins, strict=False)
@@ -288,11 +289,12 @@ class _Opening:
         }
 
     def _alike(self, adding: Mapping[int, Op]) -> list[int]:
-        """What it hands on otherwise: every microbatch makes it alike."""
+        """The loop's carries that are no sums: every microbatch makes the same value."""
         return [v for v in self.loop.outputs[: self.num_carry] if v not in adding]
 
     def _apart(self, v: int) -> int:
-        """The piece that stands for a value which every microbatch makes alike. A result of the step is a copy of it."""
+        """The piece that represents a value which every microbatch makes alike. If the step returns the value, it is a
+        copy of the piece."""
         if v not in self.graph.made:
             return v
         piece = self.once.new(self.graph.values[v])
@@ -300,16 +302,16 @@ class _Opening:
         return piece
 
     def _body(self, index: int, ops: Sequence[Op]) -> Written:
-        """What runs for each microbatch."""
+        """The ops that run for each microbatch."""
         body = Written((*self.once.values, *self.inner.values), SCOPE)
         makers = {v: op for op in self.graph.ops for v in op.outputs}
         num_whole = self.num_consts + self.num_carry
-        for dealt, inner in zip(self.loop.inputs[num_whole:], self.inner.inputs[num_whole:], strict=True):
-            assert isinstance(dealt, int), "examples are dealt out before the loop"
-            if makers[dealt].name == "iota":
+        for examples, inner in zip(self.loop.inputs[num_whole:], self.inner.inputs[num_whole:], strict=True):
+            assert isinstance(examples, int), "examples are dealt out before the loop"
+            if makers[examples].name == "iota":
                 self.outer[inner] = index
             else:
-                body.write(_part, (dealt, index), None, self._number(inner))
+                body.write(_part, (examples, index), None, self._number(inner))
         body.ops += [
             replace(
                 op, inputs=tuple(map(self._atom, op.inputs)), outputs=tuple(map(self._number, op.outputs))
@@ -322,14 +324,14 @@ class _Opening:
         return self.outer.get(atom, self.first + atom) if isinstance(atom, int) else atom
 
     def _number(self, value: Atom) -> int:
-        """What a value of the body is called here."""
+        """The number of a value of the body in the opened step."""
         number = self._atom(value)
         assert isinstance(number, int), f"a microbatch makes nothing of the literal {value}"
         return number
 
 
 def _live(ops: Sequence[Op], read: set[Atom]) -> tuple[Op, ...]:
-    """The ops whose results are read, then or by others of them."""
+    """The ops whose results are read, by later ops or by one another, and those with effects."""
     read, kept = {*read}, list[Op]()
     for op in reversed(ops):
         if op.name in EFFECTFUL or not read.isdisjoint(op.outputs):
@@ -339,12 +341,12 @@ def _live(ops: Sequence[Op], read: set[Atom]) -> tuple[Op, ...]:
 
 
 def zeros(value: Value) -> Any:
-    """What a sum begins with; made by an op, also where it is a number."""
+    """The initial value of a sum. An op makes it even for scalars."""
     return jnp.reshape(jnp.zeros((1, *value.shape), value.dtype), value.shape)
 
 
-def _part(dealt: Any, index: Any) -> Any:
-    return jax.lax.dynamic_index_in_dim(dealt, index, 0, keepdims=False)
+def _part(examples: Any, index: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(examples, index, 0, keepdims=False)
 
 
 def _stacked(*pieces: Any) -> Any:

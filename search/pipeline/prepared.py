@@ -7,9 +7,9 @@ from typing import Any
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.search.ir.graph import Step
-from autoshard.search.pipeline.bounds import Bounds
+from autoshard.search.pipeline.bounds import PipelineBounds
 from autoshard.search.pipeline.intra_op import NO_PINS
-from autoshard.search.pipeline.proposals import Parts
+from autoshard.search.pipeline.parts import Parts
 from autoshard.search.solver.clock import Deadline, SearchClock, WorkClock
 
 
@@ -25,7 +25,7 @@ class Prepared:
 
     deadline: Deadline
     parts: dict[int, Parts] = field(default_factory=dict[int, Parts])
-    bounds: Bounds | None = None
+    bounds: PipelineBounds | None = None
 
     @classmethod
     def within(cls, nominal_s: float = inf) -> "Prepared":

@@ -2,7 +2,7 @@
 
 An op goes into the program of its stage and of its part of the step: prologue, forward, backward, epilogue. A program's
 operands are the values that its ops read and do not make; its results are the values that other programs read. Each program
-makes light values anew. A backward program also computes those forward values again that the compiler would not store if
+computes cheap values itself. A backward program also recomputes those forward values that the compiler would not store if
 both passes were one program.
 
 *Prologue and epilogue* may have to wait for other stages. An op's level is the number of hops between stages that lie
@@ -26,10 +26,14 @@ import jax
 
 from autoshard.search.ir.graph import Graph, Op, verify
 from autoshard.search.memory.written import Written
-from autoshard.search.pipeline.joined_sums import joined_late
-from autoshard.search.pipeline.local_ties import tied_within_stages, untied, within_stages
 from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep
+from autoshard.search.pipeline.shared_gradients import added_once
 from autoshard.search.pipeline.split_loops import between_ops
+from autoshard.search.pipeline.stage_barriers import (
+    barriers_per_stage,
+    barriers_per_value,
+    barriers_within_stages,
+)
 from autoshard.search.pipeline.stage_cut import StageCut
 from autoshard.search.pipeline.stages import StageAssignment, assign
 from autoshard.search.plan.schedule import TaskKind
@@ -44,16 +48,16 @@ def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = Fa
       cut: the positions at which stages begin in its forward phase.
       splits_backward: whether weight gradients have programs of their own.
     """
-    return _Writing(step, assign(step, cut), splits_backward).run()
+    return _StageWriter(step, assign(step, cut), splits_backward).run()
 
 
 def made_ready(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageCut]:
     """The step with its loops cut between stages, barriers within stages, and sums of several stages joined late; and its
     cut."""
     step, cut = between_ops(step, cut)
-    step = within_stages(step, assign(step, cut))
-    step = joined_late(step, assign(step, cut))
-    return tied_within_stages(step, assign(untied(step), cut)), cut
+    step = barriers_within_stages(step, assign(step, cut))
+    step = added_once(step, assign(step, cut))
+    return barriers_per_stage(step, assign(barriers_per_value(step), cut)), cut
 
 
 def left_for_later(step: PipelineStep, assigned: StageAssignment) -> frozenset[Op]:
@@ -90,7 +94,7 @@ _KINDS = {
 _NAMES = ("prologue", "forward", "backward", "weight gradient", "update")
 
 
-class _Writing:
+class _StageWriter:
     """Writes the programs of one step."""
 
     def __init__(self, step: PipelineStep, assigned: StageAssignment, splits_backward: bool) -> None:
@@ -101,9 +105,9 @@ class _Writing:
 
     def run(self) -> StagePrograms:
         ops = self._placed()
-        self._hand_out_what_is_made_anew(ops)
-        wanted = self._wanted(ops)
-        programs = {place: self._program(place, ops[place], wanted) for place in ops}
+        self._duplicate_results(ops)
+        exported = self._exported(ops)
+        programs = {place: self._program(place, ops[place], exported) for place in ops}
         for program in programs.values():
             verify(program.graph)
         ordered = sorted(programs.items(), key=lambda one: (one[0].part, one[0].level, one[0].stage))
@@ -137,7 +141,7 @@ class _Writing:
             for op, level in self._levels(ops):
                 placed.setdefault(_Place(part, level, self.assigned.of_op[op]), []).append(op)
         for op in self.step.body:
-            if op not in self.step.made_anew:
+            if op not in self.step.duplicated:
                 is_backward = op in self.assigned.backward
                 part = _WEIGHT_GRADIENT if op in later else _BACKWARD if is_backward else _FORWARD
                 placed.setdefault(_Place(part, 0, self.assigned.of_op[op]), []).append(op)
@@ -148,7 +152,7 @@ class _Writing:
         levels: dict[int, int] = {}
         found: list[tuple[Op, int]] = []
         for op in ops:
-            if op not in self.step.made_anew:
+            if op not in self.step.duplicated:
                 stage = self.assigned.of_op[op]
                 before = [levels[v] + (self.stage_of[v] != stage) for v in op.operands if v in levels]
                 level = max(before, default=0)
@@ -156,43 +160,45 @@ class _Writing:
                 found.append((op, level))
         return found
 
-    def _hand_out_what_is_made_anew(self, placed: dict[_Place, list[Op]]) -> None:
-        """Gives each result that no program makes a program: at the stage of the argument that it replaces."""
+    def _duplicate_results(self, placed: dict[_Place, list[Op]]) -> None:
+        """Assigns the step's duplicated results to programs: at the stage of the argument that each replaces."""
         step = self.step.step
         for v, replaced in zip(self.results, step.replaces, strict=True):
-            if v in self._anew:
+            if v in self._duplicated_results:
                 stage = 0 if replaced is None else self.stage_of[step.graph.inputs[replaced]]
                 placed.setdefault(_Place(_EPILOGUE, 0, stage), [])
                 self.stage_of[v] = stage
 
     # --- programs
 
-    def _wanted(self, placed: Mapping[_Place, Sequence[Op]]) -> frozenset[int]:
+    def _exported(self, placed: Mapping[_Place, Sequence[Op]]) -> frozenset[int]:
         """The values that programs make for other programs or for the caller."""
-        wanted = {*self.step.step.graph.made}
+        exported = {*self.step.step.graph.made}
         for place, ops in placed.items():
-            wanted |= {*self._body(place, ops).entering}
-        return frozenset(wanted | {v for piece, (v, _) in self.step.pieces.items() if piece in wanted})
+            exported |= {*self._body(place, ops).entering}
+        return frozenset(exported | {v for piece, (v, _) in self.step.pieces.items() if piece in exported})
 
-    def _made_anew_at(self, place: _Place) -> list[int]:
-        """The step's results that a program makes anew."""
+    def _duplicated_at(self, place: _Place) -> list[int]:
+        """The step's results that a program computes, although they are duplicated."""
         is_first = place.part == _EPILOGUE and place.level == 0
-        return [v for v in self._anew if is_first and self.stage_of[v] == place.stage]
+        return [v for v in self._duplicated_results if is_first and self.stage_of[v] == place.stage]
 
     @cached_property
-    def _anew(self) -> tuple[int, ...]:
-        """The results that each reader makes anew: constants, and results of light ops."""
+    def _duplicated_results(self) -> tuple[int, ...]:
+        """The step's results that each reader computes itself: constants, and results of cheap ops."""
         constants = {v for v, _ in self.step.constants}
         results = dict.fromkeys(self.step.step.graph.made)
-        return tuple(v for v in results if v in constants or self.step.maker.get(v) in self.step.made_anew)
+        return tuple(v for v in results if v in constants or self.step.maker.get(v) in self.step.duplicated)
 
     def _body(self, place: _Place, ops: Sequence[Op]) -> "_Body":
-        again = (
-            self._again_at(place.stage) if place.part in (_BACKWARD, _WEIGHT_GRADIENT) else frozenset[Op]()
+        recomputed = (
+            self._recomputed_at(place.stage)
+            if place.part in (_BACKWARD, _WEIGHT_GRADIENT)
+            else frozenset[Op]()
         )
-        return _Body(self.step, ops, self._made_anew_at(place), again)
+        return _Body(self.step, ops, self._duplicated_at(place), recomputed)
 
-    def _again_at(self, stage: int) -> frozenset[Op]:
+    def _recomputed_at(self, stage: int) -> frozenset[Op]:
         """The forward ops of a stage that its backward pass runs again: the compiler would not store their results."""
         assigned = self.assigned
         return frozenset(
@@ -202,16 +208,16 @@ class _Writing:
         )
 
     def _is_on_the_fly(self, op: Op) -> bool:
-        light = self.step.on_the_fly
-        return not op.bodies and all(self.step.original(v) in light for v in op.outputs)
+        on_the_fly = self.step.on_the_fly
+        return not op.bodies and all(self.step.original(v) in on_the_fly for v in op.outputs)
 
-    def _program(self, place: _Place, ops: Sequence[Op], wanted: frozenset[int]) -> StageProgram:
-        anew = self._made_anew_at(place)
+    def _program(self, place: _Place, ops: Sequence[Op], exported: frozenset[int]) -> StageProgram:
+        duplicated = self._duplicated_at(place)
         body = self._body(place, ops)
         written = Written(self.step.values, SCOPE)
         written.ops += body.ops
         made = [v for op in ops for v in op.outputs]
-        outputs = {v: v for v in (*made, *anew) if v in wanted}
+        outputs = {v: v for v in (*made, *duplicated) if v in exported}
         reads = list(body.entering)
         for op in ops:
             for term in op.outputs:
@@ -229,7 +235,7 @@ class _Writing:
 
 
 class _Body:
-    """The ops of a program, with those that make values anew.
+    """The ops of a program, duplicated ones included.
 
     Attributes:
       ops: all ops, in an order in which they can run.
@@ -238,9 +244,9 @@ class _Body:
     """
 
     def __init__(
-        self, step: PipelineStep, ops: Iterable[Op], anew: Iterable[int], again: Container[Op]
+        self, step: PipelineStep, ops: Iterable[Op], duplicated: Iterable[int], recomputed: Container[Op]
     ) -> None:
-        self._step, self._again = step, again
+        self._step, self._recomputed = step, recomputed
         self._constants = {v for v, _ in step.constants}
         self.ops: list[Op] = []
         self.entering: dict[int, None] = {}
@@ -248,7 +254,7 @@ class _Body:
         self._there: set[int] = set()
         for op in ops:
             self._append(op)
-        for v in anew:
+        for v in duplicated:
             self._read(v)
 
     def _append(self, op: Op) -> None:
@@ -263,7 +269,7 @@ class _Body:
         maker = self._step.maker.get(v)
         if v in self._constants:
             self.constants.add(v)
-        elif maker is not None and (maker in self._step.made_anew or maker in self._again):
+        elif maker is not None and (maker in self._step.duplicated or maker in self._recomputed):
             self._append(maker)
         else:
             self.entering[v] = None

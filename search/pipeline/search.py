@@ -11,118 +11,51 @@ work all the time, each at the rate of a replica's best mesh.
 The work of a step is known from one program for it. Without one, the search begins with one example at a time, and takes
 the work from there.
 
-If nothing fits, or if the cap makes pipelines slower, the step is also searched with lean stages, whose devices hold a part
-of each parameter that tasks read, and with stages that may recompute.
+If nothing fits, or if the cap makes pipelines slower, the step is also searched with stages whose devices hold a part of
+each parameter that tasks read, and with stages that may recompute.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from math import gcd, inf, prod
-from typing import Any, NamedTuple
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
-from autoshard.cost_model.meshes import divisors
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes, format_seconds
-from autoshard.search.ir.graph import Role, Step
+from autoshard.search.ir.graph import Step
 from autoshard.search.memory.batch_states import NotSplittableError
-from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
 from autoshard.search.memory.residuals import has_loops
-from autoshard.search.pipeline.bounds import Bounds, Pipelines
+from autoshard.search.pipeline.bounds import PipelineBounds, Pipelines
 from autoshard.search.pipeline.drafts import (
     APART,
     GAP,
     VIRTUAL_STAGES,
     Draft,
     Drafting,
-    Wanted,
+    DraftOptions,
+    PipelineKind,
+    Shapes,
     num_workers,
-    stands,
 )
 from autoshard.search.pipeline.inter_op import nearest_cut
-from autoshard.search.pipeline.layers import MAX_LAYERS
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import Parts, Proposal
+from autoshard.search.pipeline.proposals import Proposal
 from autoshard.search.pipeline.schedules.registry import FAMILIES, check_name, check_numbers
-from autoshard.search.pipeline.stage_pins import check_axes, shapes_for
+from autoshard.search.pipeline.stage_meshes import StageMeshes
+from autoshard.search.pipeline.stage_pins import check_axes
 from autoshard.search.pipeline.stage_plan import InterOpProblem, NoCut
 from autoshard.search.pipeline.step_work import StepWork
 
-MAX_MICROBATCHES = 1024
-"""Source: a choice of ours; schedules have tasks for each of them on each stage."""
-
-CRAMPED = 0.02
+MEMORY_BOUND_SLOWDOWN = 0.02
 """Least relative slowdown by the cap at which stages that recompute are tried. Source: a choice of ours; they take back
 about half of it."""
 
-ROOMY = 0.5
+UNCONSTRAINED_SHARE = 0.5
 """Largest share of the cap that a pipeline may hold to count as not slowed down by it. Source: a choice of ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOptions:
-    """The options of a search for pipelines.
-
-    Attributes:
-      memory_bytes: the cap per device.
-      stages: number of stages; None to search it.
-      schedule: the family's name; None to search it.
-      microbatches: number of microbatches of each replica; None to search it.
-      mesh: the mesh of each stage: its number of replicas, then the mesh of a replica's devices; None to search it.
-      remat: "never" to recompute nothing; None to search it.
-      memory_share: the share of a cap that stages may take, by their layers' costs.
-      pins: the `PartitionSpec` in which an argument must rest on its stage's mesh, by its pytree path.
-      hosted: the arguments that rest in their stage's host memory.
-      offload: the names under which the user asks for these; None if the user says nothing.
-    """
-
-    memory_bytes: int
-    stages: int | None = None
-    schedule: str | None = None
-    microbatches: int | None = None
-    mesh: tuple[int, ...] | None = None
-    remat: str | None = None
-    memory_share: float = 1.0
-    pins: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    hosted: frozenset[int] = frozenset()
-    offload: tuple[str, ...] | str | None = None
-
-    @property
-    def wanted(self) -> Wanted:
-        """The options of a proposal."""
-        return Wanted(self.memory_bytes, self.stages, self.schedule, self.memory_share)
-
-    @property
-    def most_layers(self) -> int:
-        """Largest number of layers of the step: enough for the number of stages."""
-        return max(MAX_LAYERS, self.stages or 0)
-
-
-Shapes = tuple[tuple[int, ...], ...]
-
-
-class Kind(NamedTuple):
-    """Pipelines of a step in parts that are cut into stages together.
-
-    Attributes:
-      bound_s: lower bound on the seconds of a step.
-      num_replicas: number of replicas of each stage.
-      shapes: the possible meshes of a replica's devices.
-      wanted: the options of a proposal.
-    """
-
-    bound_s: float
-    num_replicas: int
-    shapes: Shapes
-    wanted: Wanted
-
-    @staticmethod
-    def rank(one: "Kind") -> tuple[float, int, Shapes, bool]:
-        """Sorts kinds by their bound; of equal ones, a stage on each worker comes first."""
-        return one.bound_s, one.num_replicas, one.shapes, one.wanted.shares_workers
 
 
 class PipelineSearch:
@@ -130,9 +63,9 @@ class PipelineSearch:
 
     Attributes:
       best: the best pipeline so far.
-      nearest: of the cuts that seemed to fit and do not, the one that exceeds the cap by least.
+      nearest: the cut that exceeds the cap by least, among those that seemed to fit and do not.
       uncut: problems of which no cut fits.
-      passed_over_s: least bound of the pipelines that were not drafted.
+      skipped_s: least bound of the pipelines that were not drafted.
       refused: the reasons against some numbers of microbatches.
       prepared: the step as far as it is made ready, which all searches for it share.
     """
@@ -148,13 +81,14 @@ class PipelineSearch:
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress = options, progress
+        self.meshes = StageMeshes(step, cluster, options)
         check_axes(options.pins)
         self.prepared = prepared or Prepared.within()
         self.best: Proposal | None = None
         self.cutoff_s = inf
         self.nearest = NoCut(())
         self.uncut: list[InterOpProblem] = []
-        self.passed_over_s = inf
+        self.skipped_s = inf
         self.refused: list[InputError] = []
 
     def run(self, cutoff_s: float = inf) -> Proposal:
@@ -167,18 +101,15 @@ class PipelineSearch:
         """
         if self.options.schedule is not None:
             check_name(self.options.schedule)
-        if self.options.wanted.shares_workers and len(self.cluster.groups) > 1:
-            raise self._unlike()
-        if not self._may_hold(1):
-            raise self._too_large()
-        counts = self._counts()
+        self.meshes.check()
+        counts = self.meshes.counts()
         if not counts:
-            raise self._indivisible()
+            raise self.meshes.indivisible()
         self.cutoff_s, left = cutoff_s, [*counts]
         while left and not self._is_late:
             worth = [count for count in left if self._is_worth(self._least_s(count))]
             if not worth:
-                self.passed_over_s = min(self.passed_over_s, *map(self._least_s, left))
+                self.skipped_s = min(self.skipped_s, *map(self._least_s, left))
                 break
             count = min(worth, key=self._promise_s)
             left.remove(count)
@@ -199,7 +130,7 @@ class PipelineSearch:
         Raises:
           InputError: no pipeline has these options.
         """
-        return min(map(self._least_s, self._counts()), default=inf)
+        return min(map(self._least_s, self.meshes.counts()), default=inf)
 
     def work_s(self) -> float:
         """Seconds of a step of any pipeline, at least, wherever its stages begin.
@@ -207,11 +138,12 @@ class PipelineSearch:
         Raises:
           InputError: no pipeline has these options.
         """
-        bounds, counts = self.prepared.bounds, self._counts()
+        bounds, counts = self.prepared.bounds, self.meshes.counts()
         if bounds is None:
             return 0.0
         sizes = {
-            count: [prod(shape) for _, shapes in self._meshes(count) for shape in shapes] for count in counts
+            count: [prod(shape) for _, shapes in self.meshes.of(count) for shape in shapes]
+            for count in counts
         }
         return min((bounds.work_s(count, gcd(*some)) for count, some in sizes.items() if some), default=inf)
 
@@ -234,7 +166,7 @@ class PipelineSearch:
 
     def _families(self, count: int) -> Iterator[tuple[float, int, tuple[int, ...], str]]:
         """The families of a number of parts: bound, number of replicas, mesh of each, and schedule."""
-        for num_replicas, shapes in self._meshes(count):
+        for num_replicas, shapes in self.meshes.of(count):
             for shape, name in product(shapes, self._names):
                 yield self._bounded_s(count, num_replicas, shape, name), num_replicas, shape, name
 
@@ -251,23 +183,29 @@ class PipelineSearch:
     def _in_parts(self, count: int, cutoff_s: float) -> None:
         """Looks for better pipelines of the step in so many parts."""
         self.progress(f"the step in {count} parts")
-        parts = self._parts(count)
+        options, first = self.options, self.cluster.groups[0]
+        parts = self.prepared.in_parts(
+            count, self.step, self.marks, first, options.most_layers, options.pins, options.hosted
+        )
         self._check_layers(parts)
         self._take_work_from(parts)
-        left = self._wanting([parts], sorted(self._worth_a_look(parts), key=Kind.rank), 1.0, cutoff_s)
+        left = self._improvable(
+            [parts], sorted(self._worth_a_look(parts), key=PipelineKind.rank), 1.0, cutoff_s
+        )
         if left and not self._is_late and max(prod(shape) for one in left for shape in one.shapes) > 1:
-            self._wanting([parts.lean], left, 1.0, cutoff_s)
-            parts = parts.lean if self.best is None or self.best.parts.is_lean else parts
+            split = parts.with_split_parameters
+            self._improvable([split], left, 1.0, cutoff_s)
+            parts = split if self.best is None or self.best.parts.splits_parameters else parts
         self._recomputing(parts, left, cutoff_s)
 
     def _take_work_from(self, parts: Parts) -> None:
         """Takes the work of the step from these parts, unless it is known from one program."""
         if self.prepared.bounds is None and isinstance(self.cluster, Cluster):
-            shape = min(min(shapes) for _, shapes in self._meshes(parts.count))
+            shape = min(min(shapes) for _, shapes in self.meshes.of(parts.count))
             work = StepWork.of(parts.solution(shape).on_mesh)
-            self.prepared.bounds = Bounds(self.step, self.cluster, work)
+            self.prepared.bounds = PipelineBounds(self.step, self.cluster, work)
 
-    def _worth_a_look(self, parts: Parts) -> Iterator[Kind]:
+    def _worth_a_look(self, parts: Parts) -> Iterator[PipelineKind]:
         """The pipelines of a step in parts that may be faster than the best plan: those with a stage on each worker by their
         number of replicas, all others one by one. Meshes of the most promising families are solved first; when the time is
         over, no other mesh is."""
@@ -277,19 +215,19 @@ class PipelineSearch:
                 self._refuse(name, parts.count // num_replicas)
                 continue
             if self._is_late and parts.is_priced and not self._is_priced(parts, num_replicas, shape):
-                self.passed_over_s = min(self.passed_over_s, least_s)
+                self.skipped_s = min(self.skipped_s, least_s)
                 continue
             self._price(parts, num_replicas, shape)
             if FAMILIES[name].shares_workers:
-                wanted = self._sharing(name, num_replicas * prod(shape))
-                if wanted is not None:
-                    yield self._kind(parts, num_replicas, (shape,), wanted)
+                options = self._sharing(name, num_replicas * prod(shape))
+                if options is not None:
+                    yield self._kind(parts, num_replicas, (shape,), options)
             else:
                 apart.setdefault(num_replicas, {}).setdefault(shape, set()).add(name)
         for num_replicas, names in apart.items():
             among = tuple(name for name in APART if any(name in some for some in names.values()))
             shapes = tuple(sorted(names))
-            yield self._kind(parts, num_replicas, shapes, replace(self.options.wanted, among=among))
+            yield self._kind(parts, num_replicas, shapes, replace(self.options.draft_options, among=among))
 
     def _price(self, parts: Parts, num_replicas: int, shape: tuple[int, ...]) -> None:
         """Prices layers on a mesh of a replica's devices, on each kind of node where such stages may stand."""
@@ -302,7 +240,7 @@ class PipelineSearch:
 
     def _where(self, parts: Parts, num_replicas: int, shape: tuple[int, ...]) -> Iterator[Parts]:
         """The parts on each kind of node where stages of a mesh may stand."""
-        size, may_stand = num_replicas * prod(shape), self.options.wanted.may_stand
+        size, may_stand = num_replicas * prod(shape), self.options.draft_options.may_stand
         return (parts.on(group) for group in self.cluster.groups if may_stand(size, group))
 
     def _refuse(self, name: str, num_microbatches: int) -> None:
@@ -314,43 +252,37 @@ class PipelineSearch:
         except InputError as e:
             self.refused.append(e)
 
-    def _sharing(self, name: str, size: int) -> Wanted | None:
+    def _sharing(self, name: str, size: int) -> DraftOptions | None:
         """The options of a pipeline whose stages share workers of a size; None if no number of stages does."""
-        wanted, total = self.options.wanted, self.cluster.num_devices
+        options, total = self.options.draft_options, self.cluster.num_devices
         per_worker = FAMILIES[name].stages_per_worker or VIRTUAL_STAGES
-        stages = wanted.stages or total // size * per_worker
-        is_dealt = num_workers(name, stages) * size == total and len(self.cluster.groups) == 1
-        return replace(wanted, schedule=name, stages=stages) if is_dealt else None
+        stages = options.stages or total // size * per_worker
+        divides = num_workers(name, stages) * size == total and len(self.cluster.groups) == 1
+        return replace(options, schedule=name, stages=stages) if divides else None
 
-    def _kind(self, parts: Parts, num_replicas: int, shapes: Shapes, wanted: Wanted) -> Kind:
-        return Kind(self._bound_s(parts, num_replicas, shapes), num_replicas, shapes, wanted)
+    def _kind(self, parts: Parts, num_replicas: int, shapes: Shapes, options: DraftOptions) -> PipelineKind:
+        return PipelineKind(self._bound_s(parts, num_replicas, shapes), num_replicas, shapes, options)
 
-    def _recomputing(self, parts: Parts, left: Sequence[Kind], cutoff_s: float) -> None:
+    def _recomputing(self, parts: Parts, left: Sequence[PipelineKind], cutoff_s: float) -> None:
         """Looks for better pipelines that recompute."""
         if not left or self.options.remat == "never":
             return
-        for choice in parts.choices(max(shapes[-1] for _, shapes in self._all_meshes)):
+        for choice in parts.choices(max(shapes[-1] for _, shapes in self.meshes.all_meshes)):
             times = min(choice.times, 1.0)
             if left and not self._is_late and left[0].bound_s * times < min(self._best_s, cutoff_s):
-                again = parts.recomputing(choice.sites)
-                if self.options.wanted.shares_workers or not again.has_layers_of(parts):
-                    left = self._wanting([again], left, choice.times, cutoff_s)
+                recomputing = parts.recomputing(choice.sites)
+                if self.options.draft_options.shares_workers or not recomputing.has_layers_of(parts):
+                    left = self._improvable([recomputing], left, choice.times, cutoff_s)
                 else:
-                    left = self._wanting([parts, again], left, times, cutoff_s)
+                    left = self._improvable([parts, recomputing], left, times, cutoff_s)
 
-    def _parts(self, count: int) -> Parts:
-        first, options = self.cluster.groups[0], self.options
-        return self.prepared.in_parts(
-            count, self.step, self.marks, first, options.most_layers, options.pins, options.hosted
-        )
-
-    def _wanting(
+    def _improvable(
         self,
         among: Sequence[Parts],
-        left: Sequence[Kind],
+        left: Sequence[PipelineKind],
         times: float,
         cutoff_s: float,
-    ) -> list[Kind]:
+    ) -> list[PipelineKind]:
         """Drafts pipelines of each kind, and takes better ones.
 
         Args:
@@ -362,12 +294,12 @@ class PipelineSearch:
         Returns:
           The kinds that may be faster with less in memory, with their bounds.
         """
-        looked_at = list[tuple[Kind, Drafting, Draft | None]]()
+        looked_at = list[tuple[PipelineKind, Drafting, Draft | None]]()
         for kind, cluster in product(left, self.cluster.orders):
             if kind.bound_s * times >= min(self._best_s, cutoff_s):
-                self.passed_over_s = min(self.passed_over_s, kind.bound_s * times)
+                self.skipped_s = min(self.skipped_s, kind.bound_s * times)
                 break
-            drafting = Drafting(tuple(among), kind.num_replicas, kind.shapes, kind.wanted, cluster)
+            drafting = Drafting(tuple(among), kind.num_replicas, kind.shapes, kind.options, cluster)
             self.progress(str(drafting))
             try:
                 looked_at.append((kind, drafting, drafting.draft()))
@@ -380,12 +312,12 @@ class PipelineSearch:
             if not self._takes(draft)
         ]
         self.uncut += [drafting.problem for _, drafting, draft in looked_at if draft is None]
-        wanting = dict[Kind, float]()
+        improvable = dict[PipelineKind, float]()
         for kind, drafting, draft in looked_at:
             least_s = self._saving_s(drafting, None if drafting in misfits else draft)
-            wanting[kind] = min(max(kind.bound_s, least_s), wanting.get(kind, inf))
-        found = [kind._replace(bound_s=least_s) for kind, least_s in wanting.items() if least_s < inf]
-        return sorted(found, key=Kind.rank)
+            improvable[kind] = min(max(kind.bound_s, least_s), improvable.get(kind, inf))
+        found = [kind._replace(bound_s=least_s) for kind, least_s in improvable.items() if least_s < inf]
+        return sorted(found, key=PipelineKind.rank)
 
     def _takes(self, draft: Draft) -> bool:
         """Works out a draft that promises to be better than the best pipeline, and takes it if it is; false if it does not
@@ -400,30 +332,28 @@ class PipelineSearch:
         return True
 
     def _saving_s(self, drafting: Drafting, fitting: Draft | None) -> float:
-        """Least seconds of a pipeline that is lean or recomputes more; infinite if that is not worth a look.
-
-        It is where none fits, or what recomputes nothing would be faster without a cap. That is what it takes at least,
-        unless loops are faster that stack up less.
-        """
+        """Lower bound on the seconds of a pipeline that splits parameters or recomputes more; infinite if nothing is slowed
+        down by the cap. The bound is the time without a cap; 0 with loops, as these may be faster with smaller stacks."""
         if drafting.recomputes and fitting:
             return inf
         may_recompute = self.options.remat != "never"
-        if may_recompute and (drafting.recomputes or has_loops(drafting.plain.step_problem.step)):
+        if may_recompute and (drafting.recomputes or has_loops(drafting.base.step_problem.step)):
             return 0.0
-        if fitting and fitting.fullness < ROOMY:
+        if fitting and fitting.fullness < UNCONSTRAINED_SHARE:
             return inf
-        free = drafting.without_cap.draft()
-        if free is None or free.least_s >= self._best_s:
+        uncapped = drafting.without_cap.draft()
+        if uncapped is None or uncapped.least_s >= self._best_s:
             return inf
-        is_cramped = fitting is None or free.promised_s < (1 - CRAMPED) * fitting.promised_s
-        return (1 - GAP) * free.promised_s if is_cramped else inf
+        if fitting and uncapped.promised_s >= (1 - MEMORY_BOUND_SLOWDOWN) * fitting.promised_s:
+            return inf
+        return (1 - GAP) * uncapped.promised_s
 
     def _bound_s(self, parts: Parts, num_replicas: int, shapes: Shapes) -> float:
         """Lower bound on the seconds of a step with a number of replicas."""
         microbatches_per_s = 0.0
         for group in self.cluster.groups:
             sizes = {s: num_replicas * prod(s) for s in shapes}
-            here = [s for s, size in sizes.items() if self.options.wanted.may_stand(size, group)]
+            here = [s for s, size in sizes.items() if self.options.draft_options.may_stand(size, group)]
             device_s = min(parts.on(group).ledger(s).microbatch_s * sizes[s] for s in here)
             microbatches_per_s += group.num_devices / device_s
         return parts.count // num_replicas / microbatches_per_s
@@ -446,136 +376,11 @@ class PipelineSearch:
                 "batch in a loop of its own, leave that to microbatches="
             )
 
-    # --- families
-
-    def _meshes(self, count: int) -> Iterator[tuple[int, Shapes]]:
-        """The possible numbers of replicas of a step in a number of parts, each with the meshes of a replica's devices."""
-        for num_replicas, shapes in self._all_meshes:
-            num_microbatches, rest = divmod(count, num_replicas)
-            asked = self.options.microbatches
-            if not rest and num_microbatches <= MAX_MICROBATCHES and asked in (None, num_microbatches):
-                yield num_replicas, shapes
-
-    @cached_property
-    def _all_meshes(self) -> tuple[tuple[int, Shapes], ...]:
-        if self.options.mesh is not None:
-            self._check_mesh()
-            num_replicas, *shape = self.options.mesh
-            return ((num_replicas, (tuple(shape),)),)
-        inside = sorted({n for group in self.cluster.groups for n in divisors(group.devices_per_node)})
-        found: dict[int, list[tuple[int, ...]]] = {}
-        for size, n in product(self._sizes, inside):
-            if size % n == 0:
-                found.setdefault(size // n, []).extend(shapes_for(self.options.pins, self.step, n))
-        return tuple(
-            (num_replicas, tuple(shapes))
-            for num_replicas, shapes in sorted(found.items())
-            if shapes and self._may_hold(num_replicas) and self._stand_everywhere(num_replicas, tuple(shapes))
-        )
-
-    def _stand_everywhere(self, num_replicas: int, shapes: Shapes) -> bool:
-        """True if nodes of each kind can hold stages of some of these meshes."""
-        may_stand, sizes = self.options.wanted.may_stand, [num_replicas * prod(shape) for shape in shapes]
-        return all(any(may_stand(size, group) for size in sizes) for group in self.cluster.groups)
-
-    def _may_hold(self, num_replicas: int) -> bool:
-        """True if all devices together can hold the weights once per replica, as copies or gradients, and the rest of the
-        state once."""
-        weights, rest = self._held_bytes
-        caps = self.cluster.caps(self.options.memory_bytes)
-        there = sum(g.num_devices * cap for g, cap in zip(self.cluster.groups, caps, strict=True))
-        return num_replicas * weights + rest <= self.options.memory_share * there
-
-    @cached_property
-    def _held_bytes(self) -> tuple[int, int]:
-        """Bytes of the weights, and of the rest of the state."""
-        arguments = enumerate(zip(self.step.graph.inputs, self.step.arguments, strict=True))
-        sizes = {role: 0 for role in Role}
-        for n, (v, argument) in arguments:
-            if n not in self.options.hosted:
-                sizes[argument.role] += self.step.graph.values[v].num_bytes
-        weights = sizes.pop(Role.PARAMETER) + sizes.pop(Role.FROZEN)
-        return weights, sum(sizes.values()) - sizes[Role.BATCH]
-
-    @cached_property
-    def _sizes(self) -> tuple[int, ...]:
-        """Possible numbers of devices of a stage, such that the asked number of stages has all devices.
-
-        Raises:
-          InputError: there is no such number.
-        """
-        total, stages = self.cluster.num_devices, self.options.stages
-        if self.options.wanted.shares_workers and stages is not None:
-            size, rest = divmod(total, num_workers(self.options.schedule or "", stages))
-            if rest or not size:
-                raise self._undealt()
-            return (size,)
-        groups = self.cluster.groups
-        may = [n for n in range(1, total + 1) if any(stands(n, group) for group in groups)]
-        if stages is None:
-            return tuple(n for n in may if n <= total // 2 or len(groups) > 1)
-        reached = [_sums(may, n, total) for n in range(stages + 1)]
-        sizes = tuple(n for n in may if total - n in reached[stages - 1])
-        if not sizes:
-            raise self._undealt()
-        return sizes
-
-    def _counts(self) -> list[int]:
-        """Numbers of parts, the largest first. If the number of microbatches is given: those of all numbers of replicas, the
-        smallest first, as all will be tried."""
-        batch, asked = max(batch_divisors(self.step), default=1), self.options.microbatches
-        replicas = [n for n, _ in self._all_meshes]
-        if asked is not None:
-            return [asked * n for n in replicas if batch % (asked * n) == 0 or n == 1]
-        return [n for n in batch_halvings(self.step) if any(self._meshes(n))]
-
-    def _check_mesh(self) -> None:
-        """Refuses a mesh with which the asked number of stages does not have all devices."""
-        options, total = self.options, self.cluster.num_devices
-        size = prod(options.mesh or ())
-        stages = options.stages or total // size
-        workers = num_workers(options.schedule or "", stages)
-        is_dealt = size in self._sizes and workers * size == total
-        if not (is_dealt and self._stand_everywhere(1, ((size,),))):
-            raise InputError(
-                f"{workers} stages of mesh {options.mesh} take {workers * size} devices, and {self.cluster.name} has {total}"
-                f" in {self._nodes}: each takes 1, 2, 4, ... devices of a node, or whole nodes, all of one kind. Ask for "
-                "another mesh or number of stages"
-            )
-
     # --- messages
-
-    @property
-    def _nodes(self) -> str:
-        return " and ".join(f"nodes of {group.devices_per_node}" for group in self.cluster.groups)
-
-    def _unlike(self) -> InputError:
-        return InputError(
-            f"under {self.options.schedule!r} each worker runs several stages, and all have as many devices of one kind, "
-            f"but {self.cluster.name} has several kinds: {self.cluster}. Ask for another schedule"
-        )
-
-    def _undealt(self) -> InputError:
-        return InputError(
-            f"{self.cluster.num_devices} devices in {self._nodes} cannot be split into "
-            f"{self.options.stages} stages{self._scheduled}: each takes 1, 2, 4, ... devices of a node, or whole nodes"
-            + (", and all as many" if self.options.wanted.shares_workers else "")
-            + ". Ask for another number of stages, or use other devices"
-        )
-
-    @property
-    def _scheduled(self) -> str:
-        return f" under {self.options.schedule!r}" if self.options.schedule else ""
-
-    def _indivisible(self) -> InputError:
-        return InputError(
-            f"the batch of {self.step.name} cannot be split over the replicas of a stage in so many microbatches "
-            f"({self.options.microbatches}, mesh {self.options.mesh}). Take another batch size, or leave one of the two out"
-        )
 
     def _infeasible(self, cutoff_s: float) -> Exception:
         """The error that says why there is no pipeline."""
-        if (least_s := min(self._best_s, self.passed_over_s)) < inf:
+        if (least_s := min(self._best_s, self.skipped_s)) < inf:
             return InfeasibleError(
                 f"pipelines of {self.step.name} take {format_seconds(least_s)} or more, and there is a plan of "
                 f"{format_seconds(cutoff_s)}"
@@ -591,17 +396,3 @@ class PipelineSearch:
             f"no pipeline of {self.step.name} on {self.cluster.name} fits {format_bytes(self.options.memory_bytes)} a device"
             f": {nearest}. Allow more memory, more microbatches or more stages, or use more devices"
         )
-
-    def _too_large(self) -> InfeasibleError:
-        return InfeasibleError(
-            f"no pipeline of {self.step.name} on {self.cluster.name} fits {format_bytes(self.options.memory_bytes)} a device"
-            ": its state alone is more than all devices hold. Allow more memory, or use more devices"
-        )
-
-
-def _sums(terms: Sequence[int], count: int, most: int) -> frozenset[int]:
-    """All sums of a number of terms, up to a limit."""
-    found = frozenset({0})
-    for _ in range(count):
-        found = frozenset(total + term for total in found for term in terms if total + term <= most)
-    return found

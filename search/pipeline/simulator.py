@@ -1,20 +1,19 @@
-"""What a schedule takes: when each task runs, how long workers wait, and what they hold meanwhile.
+"""The simulation of a schedule: when each task runs, how long workers wait, and which residuals they hold.
 
-Each worker runs its tasks in its order, each as soon as it is free and what the task reads is there. What one stage hands
-to another on another worker arrives some time after it was made. Such a transfer occupies no worker, and transfers do not
-wait for one another: they are taken to run beside computation, over links that are not full. What it changes is when the
-reader can start.
+Each worker runs its tasks in its order. A task starts when its worker is free and its operands have arrived. The result
+of a stage arrives at another worker after a transfer. A transfer occupies no worker, and transfers do not wait for one
+another: they are assumed to overlap with computation, on links that are not full. They only delay the reader's start.
 
-Steps follow one another, and a worker whose tasks are done may begin the next step while others still finish this one. So
-the time from a worker's first start to its last end is what a step takes of it, and the longest of these is the time
-between steps, `period_s`: if all workers keep their times of one step and shift them by a period, each is free when it
-must be and nothing is read before it is there. This is how the zero-bubble papers count, which needs an update that waits
-for nobody; where it does wait for all (for the norm of all gradients, say), a step takes until the last end,
-`makespan_s`. A worker's bubble is what of a period it waits.
+Steps follow one another. A worker whose tasks are done may begin the next step while others finish this one. So a step
+takes of a worker the time from its first start to its last end. The longest of these times is the time between steps,
+`period_s`: if all workers repeat their times of one step a period later, each is free when a task starts, and all
+operands have arrived. The zero-bubble papers count so; it needs an update that waits for no other worker. If the update
+does wait for all workers, for example for the norm of all gradients, a step lasts until the last end, `makespan_s`. The
+bubble of a worker is the time of a period in which it waits.
 
-In memory a worker holds the residuals of a stage and a microbatch from the forward pass to the end of the backward pass;
-where that is split, the part of them that weight gradients need (with the gradients that they are multiplied with) until
-these are computed. (A transferred value that waits for its reader is not counted.)
+A worker holds the residuals of a stage and a microbatch from the forward pass to the end of the backward pass. If the
+backward pass is split, it then holds the operands of the weight gradients until these are computed. Transferred values
+that wait for their reader are not counted.
 """
 
 from collections.abc import Sequence
@@ -27,16 +26,17 @@ from autoshard.search.plan.task_order import task_order
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What a stage takes, per microbatch.
+    """The costs of a stage per microbatch.
 
     Attributes:
-      forward_s: of computation and of communication inside the stage.
-      backward_s: without what only weight gradients need.
-      weight_gradient_s: the rest of the backward pass; where a schedule doesn't split that, a part of it.
-      activation_transfer_s: until what the forward pass made is on the next stage's worker.
-      gradient_transfer_s: until what the backward pass made is on the worker of the stage before.
-      residual_bytes: per device, from the forward pass to the end of the backward pass.
-      weight_gradient_bytes: per device, from the backward pass to the end of the weight gradient, where they are split.
+      forward_s: seconds of computation, and of communication inside the stage.
+      backward_s: seconds of the backward pass without the part that only weight gradients need.
+      weight_gradient_s: seconds of that part. In a schedule that does not split the backward pass, both are one task.
+      activation_transfer_s: seconds until the forward pass's results arrive at the next stage's worker.
+      gradient_transfer_s: seconds until the backward pass's results arrive at the worker of the stage before.
+      residual_bytes: bytes per device from the forward pass to the end of the backward pass.
+      weight_gradient_bytes: bytes per device from the backward pass to the end of the weight gradient, if they are
+        split.
     """
 
     forward_s: float
@@ -48,7 +48,7 @@ class StageCost:
     weight_gradient_bytes: float = 0.0
 
     def duration_s(self, kind: TaskKind, splits_backward: bool) -> float:
-        """Of a task."""
+        """Seconds of a task."""
         if kind is TaskKind.FORWARD:
             return self.forward_s
         if kind is TaskKind.WEIGHT_GRADIENT:
@@ -58,12 +58,12 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A task, when it runs, and what its worker holds then.
+    """A task with its time, and the memory of its worker.
 
     Attributes:
-      task: of some worker.
-      start_s: from the first task's start.
-      end_s: likewise.
+      task: the task.
+      start_s: seconds from the start of the first task.
+      end_s: seconds from the start of the first task.
       held_bytes: residuals per device while it runs.
     """
 
@@ -75,11 +75,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step as its schedule would run.
+    """A simulated step.
 
     Attributes:
-      schedule: what was run.
-      workers: per worker: its tasks with their times, in order.
+      schedule: the simulated schedule.
+      workers: per worker, its tasks with their times, in order.
     """
 
     schedule: Schedule
@@ -87,44 +87,44 @@ class Simulation:
 
     @property
     def makespan_s(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return max(runs[-1].end_s for runs in self.workers if runs)
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """Per worker: in tasks."""
+        """Per worker, seconds in tasks."""
         return tuple(sum(run.end_s - run.start_s for run in runs) for runs in self.workers)
 
     @property
     def period_s(self) -> float:
-        """From step to step, where workers needn't wait for one another in between."""
+        """Seconds from step to step, if no worker waits for others between steps."""
         return max(runs[-1].end_s - runs[0].start_s for runs in self.workers if runs)
 
     @property
     def bubble_s(self) -> tuple[float, ...]:
-        """Per worker: idle in a period."""
+        """Per worker, idle seconds in a period."""
         return tuple(self.period_s - busy_s for busy_s in self.busy_s)
 
     @property
     def bubble_share(self) -> float:
-        """Of all workers' time, what is idle."""
+        """The idle share of all workers' time."""
         return sum(self.bubble_s) / (self.period_s * len(self.workers))
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per worker: the most residuals at once, per device."""
+        """Per worker, the largest residuals at once, per device."""
         return tuple(max((run.held_bytes for run in runs), default=0.0) for runs in self.workers)
 
 
 def simulate(schedule: Schedule, stages: Sequence[StageCost]) -> Simulation:
-    """Runs a schedule in time.
+    """Simulates a schedule.
 
     Args:
-      schedule: any that can be run.
-      stages: what each takes.
+      schedule: the order of tasks.
+      stages: the costs of each stage.
 
     Raises:
-      PlanError: tasks wait for one another for ever.
+      PlanError: tasks wait for one another in a circle.
     """
     assert len(stages) == schedule.num_stages, f"{len(stages)} costs for {schedule.num_stages} stages"
     duration_s = {
@@ -151,13 +151,13 @@ def simulate(schedule: Schedule, stages: Sequence[StageCost]) -> Simulation:
 
 
 def _transfer_s(source: Task, stages: Sequence[StageCost]) -> float:
-    """Until what a task made is with its reader on another worker."""
+    """Seconds until a task's result arrives at a reader on another worker."""
     cost = stages[source.stage]
     return cost.activation_transfer_s if source.kind is TaskKind.FORWARD else cost.gradient_transfer_s
 
 
 def _held(task: Task, cost: StageCost, splits_backward: bool) -> tuple[float, float]:
-    """What a task adds to its worker's residuals when it starts, and (mostly less than nothing) when it ends."""
+    """Bytes that a task adds to its worker's residuals when it starts, and when it ends (mostly below zero)."""
     if task.kind is TaskKind.FORWARD:
         return cost.residual_bytes, 0.0
     if task.kind is TaskKind.WEIGHT_GRADIENT:

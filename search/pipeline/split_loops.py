@@ -1,13 +1,13 @@
 """Loops over layers, cut between two layers.
 
-Layers under `scan` are one op, forward and backward. To be cut, the forward loop becomes several loops, each over a run of
-its iterations: the carry goes from one to the next, stacked operands (parameters) are sliced, and what each of them stacks
-up (residuals) stays apart. A backward loop that reads such stacks is cut at the same places, and reads each part where it
-was made. What else reads a stack gets the parts put together again; of gradients, that is done once for all microbatches
-(`joined_sums`).
+Layers under `scan` are one op, forward and backward. A cut makes several loops of the forward one, each over a run of
+its iterations: the carry goes from one to the next, stacked operands (parameters) are sliced, and the stacks that each
+makes (residuals) stay apart. A backward loop that reads such stacks is cut at the same iterations, and reads each part
+from its loop. Other readers of a stack get its parts concatenated; for gradients, this happens once for all
+microbatches (`shared_gradients`).
 
-A loop is worth cutting if it slices more parameters than all of its iterations read: layers have their own, the steps of a
-recurrent network share theirs.
+A loop is worth cutting if it slices more bytes of parameters than its iterations share: layers have their own
+parameters, and the steps of a recurrent network share theirs.
 
 In a cut, a loop that may be cut counts as many positions as it has iterations.
 """
@@ -30,17 +30,17 @@ from autoshard.search.memory.written import Written
 from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep
 from autoshard.search.pipeline.stage_cut import StageCut
 
-Bounds = tuple[int, ...]
-"""Where the parts of a loop begin, and where the last one ends: iterations."""
+IterationBounds = tuple[int, ...]
+"""The first iterations of the parts of a loop, and the end of the last one."""
 
 
 def num_positions(step: PipelineStep, op: Op) -> int:
-    """How many positions a forward op takes in a cut."""
+    """Number of positions of a forward op in a cut."""
     return int(op.params["length"]) if is_of_layers(step, op) else 1
 
 
 def is_of_layers(step: PipelineStep, op: Op) -> bool:
-    """Whether an op is a loop that may be cut."""
+    """True if an op is a loop that may be cut."""
     if op.name != "scan" or op.params["reverse"]:
         return False
     num_consts, num_carry = op.loop_counts
@@ -54,8 +54,8 @@ def is_of_layers(step: PipelineStep, op: Op) -> bool:
 
 
 def between_ops(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageCut]:
-    """The step with its loops cut where a cut goes through them, and that cut of its forward ops."""
-    bounds: dict[Op, Bounds] = {}
+    """The step with its loops cut where a cut goes through them, and the cut of the new forward ops."""
+    bounds: dict[Op, IterationBounds] = {}
     firsts: list[tuple[Op, int]] = []
     position = 0
     for op in step.forward_ops:
@@ -75,18 +75,18 @@ class _Splitting:
     """The body with its loops cut.
 
     Attributes:
-      parts: by stack that is made in parts: these, and where they begin and end.
-      whole: the stacks that are put together again.
-      loops: by loop and the iteration that it begins with, the loop over a part.
+      parts: by stack that is made in parts, its parts, and their first iterations.
+      whole: the stacks that were concatenated again.
+      loops: by loop and first iteration, the loop over a part.
     """
 
-    def __init__(self, step: PipelineStep, bounds: dict[Op, Bounds]) -> None:
+    def __init__(self, step: PipelineStep, bounds: dict[Op, IterationBounds]) -> None:
         self.step, self.bounds = step, bounds
         self.body = Written(step.values, SCOPE)
         self.sliced: list[Op] = []
         self.once: set[int] = set()
         self.like = dict(step.like)
-        self.parts: dict[int, tuple[tuple[int, ...], Bounds]] = {}
+        self.parts: dict[int, tuple[tuple[int, ...], IterationBounds]] = {}
         self.whole: set[int] = set()
         self.slices: dict[tuple[Atom, int, int], Atom] = {}
         self.loops: dict[tuple[Op, int], Op] = {}
@@ -113,14 +113,14 @@ class _Splitting:
             like=self.like,
         )
 
-    def _bounds_of_stacks(self, op: Op) -> Bounds | None:
-        """Where a backward loop is cut, as it reads stacks that are made in parts."""
+    def _bounds_of_stacks(self, op: Op) -> IterationBounds | None:
+        """The iterations at which a backward loop is cut, if it reads stacks that are made in parts."""
         if op.name != "scan" or not op.params["reverse"]:
             return None
         stacks = op.inputs[sum(op.loop_counts) :]
         return next((self.parts[v][1] for v in stacks if isinstance(v, int) and v in self.parts), None)
 
-    def _split(self, op: Op, bounds: Bounds) -> None:
+    def _split(self, op: Op, bounds: IterationBounds) -> None:
         """Appends the loops over parts of a loop's iterations, in the order in which they run."""
         num_carry = op.loop_counts[1]
         self._put_together([v for v in op.operands if v in self.parts and self.parts[v][1] != bounds], op)
@@ -145,7 +145,7 @@ class _Splitting:
             self.parts[v] = tuple(stacks[run][n] for run in pairwise(bounds)), bounds
 
     def _like(self, v: int) -> int:
-        """A value as another one is."""
+        """A new value with the type and the spec of another one."""
         made = self.body.new(self.step.values[v])
         self.like[made] = v
         return made
@@ -158,7 +158,7 @@ class _Splitting:
         return made
 
     def _part(self, stack: Atom, run: tuple[int, int]) -> Atom:
-        """What a loop over some iterations reads of a stack."""
+        """The part of a stack that a loop over some iterations reads."""
         if not isinstance(stack, int):
             return stack
         if stack in self.parts:
@@ -181,7 +181,7 @@ class _Splitting:
         return part
 
     def _put_together(self, values: Sequence[int], like: Op) -> None:
-        """Makes stacks whole of their parts."""
+        """Concatenates stacks of their parts."""
         for v in dict.fromkeys(values):
             if v in self.parts and v not in self.whole:
                 self.body.write(_concatenated, self.parts[v][0], self._maker(v, like), v)

@@ -1,13 +1,13 @@
 """One program for all stages, written from a step whose layers are loops.
 
-The loop over microbatches is taken apart at the loops over layers that stand in it: first all microbatches go through what
-stands before the forward loop, then through the forward loop, then through what stands between, and so on to the end of
-the backward phase. A loop over layers is pipelined, the backward one as the forward one: stages hold their layers'
-parameters, and the carry goes from stage to stage. What stands between runs on all devices, an equal part of the examples on
-each; so no stage has more to do than the others, though the embedding and the head are no layers.
+The loop over microbatches is opened at the loops over layers inside it. First all microbatches run the ops before the
+forward loop, then that loop, then the ops between the loops, and so on to the end of the backward phase. Loops over
+layers are pipelined, the backward one like the forward one: each stage holds the parameters of its layers, and the
+carry is sent from stage to stage. Ops between loops form segments. These run on all devices, each with an equal part of
+the examples. So all stages have equal work, although the embedding and the head are no layers.
 
-An op of the body stands behind the loops that it depends on, and no further back; what depends on none and is not read by
-the first stands where it is read first. What is light is made anew by whoever reads it.
+An op of the body stands behind the loops that it depends on, as early as possible. An op that depends on no loop stands
+before its first reader. Cheap ops are duplicated: each reader computes them.
 """
 
 from collections import Counter
@@ -22,26 +22,26 @@ from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdStep
 
 
 def written(traced: Step, step: PipelineStep, num_workers: int, stages_per_worker: int) -> SpmdStep:
-    """One program for all stages.
+    """Writes one program for all stages.
 
     Args:
       traced: the step.
-      step: the step taken apart, into as many parts as it goes through its batch in, on all devices of a stage together.
-      num_workers: groups of devices.
-      stages_per_worker: how many stages each has.
+      step: the step taken apart into the microbatches of all replicas of a stage.
+      num_workers: number of groups of devices.
+      stages_per_worker: number of stages of each.
 
     Raises:
       InputError: there is no loop over so many equal layers.
     """
     loops = layer_loops(step, num_workers * stages_per_worker)
-    return _Writing(traced, step, loops).run(num_workers, stages_per_worker)
+    return _SpmdWriter(traced, step, loops).run(num_workers, stages_per_worker)
 
 
 def check_has_loops(step: Step) -> None:
-    """That a step has a loop that may be one over layers, which is known before it is taken apart.
+    """Refuses a step without any loop that may be one over layers. That is known before the step is taken apart.
 
     Raises:
-      InputError: it has none.
+      InputError: there is no such loop.
     """
     if not any(op.name == "scan" for _, graph in walk(step.graph) for op in graph.ops):
         raise _without_loops(step.name)
@@ -59,7 +59,8 @@ def layer_loops(step: PipelineStep, num_stages: int) -> tuple[Op, ...]:
     """The loops over layers, forward and backward, in program order.
 
     Raises:
-      InputError: there are none, or not so many times any layers.
+      InputError: there are none, the number of layers is no multiple of the number of stages, or a loop carries a
+        random key.
     """
     forward = [op for op in step.body if is_of_layers(step, op)]
     if not forward:
@@ -83,7 +84,7 @@ def layer_loops(step: PipelineStep, num_stages: int) -> tuple[Op, ...]:
 
 
 def _is_backward(op: Op, lengths: set[int], stacks: set[int]) -> bool:
-    """Whether an op is a loop over the layers of another one, in reverse."""
+    """True if an op is the reverse loop over the layers of another loop."""
     return (
         op.name == "scan"
         and op.params["reverse"]
@@ -92,13 +93,13 @@ def _is_backward(op: Op, lengths: set[int], stacks: set[int]) -> bool:
     )
 
 
-class _Writing:
-    """The parts of one step in the making.
+class _SpmdWriter:
+    """Writes the parts of one step.
 
     Attributes:
-      examples: by value of the body that is a part of the examples, all parts.
-      level: by op of the body that is not made anew, how many loops it stands behind.
-      sum_of: by term, the sum that it is added to; of what loops stack up and is only added up in another type, by stack.
+      examples: by value of the body that is one part of the examples, the array of all parts.
+      level: by op of the body that is not duplicated, the number of loops that it stands behind.
+      sum_of: by term, the sum that it is added to. A loop's stack that is only cast and added counts as the term.
     """
 
     def __init__(self, traced: Step, step: PipelineStep, loops: tuple[Op, ...]) -> None:
@@ -113,13 +114,13 @@ class _Writing:
         step, epilogue_reads = self.step, self._epilogue_reads()
         order = [part for level in range(max(self.level.values()) + 1) for part in self._parts_at(level)]
         bodies = {part: self._body(*self._content(part)) for part in order}
-        wanted = {step.pieces[v][0] for v in epilogue_reads if v in step.pieces}
-        wanted |= {a for op in self.loops for a in op.operands}.union(
+        exported = {step.pieces[v][0] for v in epilogue_reads if v in step.pieces}
+        exported |= {a for op in self.loops for a in op.operands}.union(
             *(reads for _, reads in bodies.values())
         )
-        parts = tuple(self._written(part, bodies[part], wanted) for part in order)
-        wanted |= {*epilogue_reads, *step.terms, *self.examples.values()}
-        made = [v for op in step.prologue for v in op.outputs if v in wanted]
+        parts = tuple(self._written(part, bodies[part], exported) for part in order)
+        exported |= {*epilogue_reads, *step.terms, *self.examples.values()}
+        made = [v for op in step.prologue for v in op.outputs if v in exported]
         prologue = self._graph(step.prologue, step.step.graph.inputs, made)
         epilogue = self._graph(step.epilogue, epilogue_reads, step.step.graph.outputs)
         arguments = zip(self.traced.graph.inputs, self.traced.arguments, strict=True)
@@ -145,7 +146,7 @@ class _Writing:
     def _levels(self) -> dict[Op, int]:
         step, of_value, level = self.step, dict[int, int](), dict[Op, int]()
         for op in step.body:
-            if op not in step.made_anew and op not in self.left_out:
+            if op not in step.duplicated and op not in self.left_out:
                 read = [of_value[v] for v in self._sources(op.operands) if v in of_value]
                 level[op] = max(read, default=0) + (op in self.loops)
                 of_value.update(dict.fromkeys(op.outputs, level[op]))
@@ -160,33 +161,33 @@ class _Writing:
         return level
 
     def _sources(self, values: Iterable[int]) -> set[int]:
-        """Values, and what those of them are made of that are made anew."""
+        """The values, and those from which duplicated ops make them."""
         found = set(values)
-        makers = {self.step.maker[v] for v in found if self._is_made_anew(v)}
+        makers = {self.step.maker[v] for v in found if self._is_duplicated(v)}
         return found.union(*(self._sources(op.operands) for op in makers))
 
-    def _is_made_anew(self, v: int) -> bool:
-        return v not in self.examples and self.step.maker.get(v) in self.step.made_anew
+    def _is_duplicated(self, v: int) -> bool:
+        return v not in self.examples and self.step.maker.get(v) in self.step.duplicated
 
     def _parts_at(self, level: int) -> list[Op | int]:
-        """The loops of a level, and then what stands behind them."""
+        """The loops of a level, then its segment."""
         return [*(op for op in self.loops if self.level[op] == level), level]
 
     def _content(self, part: Op | int) -> tuple[list[Op], list[int]]:
-        """The ops of a part, and what it makes anew besides: of a loop, what its layers have in common, for a microbatch; of
-        what stands before a loop, stacks for its layers."""
+        """The ops of a part, and the duplicated values that it makes. A loop makes those that all layers of a
+        microbatch share; the segment before a loop makes those that the loop slices."""
         if isinstance(part, Op):
-            return [], self._made_anew(part.inputs[: sum(part.loop_counts)])
+            return [], self._duplicated(part.inputs[: sum(part.loop_counts)])
         ops = [op for op, level in self.level.items() if level == part and op not in self.loops]
         behind = [op for op in self.loops if self.level[op] == part + 1]
-        return ops, [v for op in behind for v in self._made_anew(op.inputs[sum(op.loop_counts) :])]
+        return ops, [v for op in behind for v in self._duplicated(op.inputs[sum(op.loop_counts) :])]
 
-    def _made_anew(self, atoms: Iterable[Atom]) -> list[int]:
+    def _duplicated(self, atoms: Iterable[Atom]) -> list[int]:
         values = dict.fromkeys(v for v in atoms if isinstance(v, int))
-        return [v for v in values if self._is_made_anew(v)]
+        return [v for v in values if self._is_duplicated(v)]
 
     def _epilogue_reads(self) -> tuple[int, ...]:
-        """What the epilogue reads and does not make, and results that nobody makes."""
+        """The values of other parts that the epilogue reads or the step returns."""
         graph = self.step.step.graph
         made = {v for op in self.step.epilogue for v in op.outputs} | {v for v, _ in self.step.constants}
         read = [v for op in self.step.epilogue for v in op.operands]
@@ -196,14 +197,14 @@ class _Writing:
     # --- the parts
 
     def _body(self, ops: Iterable[Op], anew: Iterable[int]) -> tuple[list[Op], tuple[int, ...]]:
-        """The ops of a part with what it makes anew, and what these read of others."""
+        """The ops of a part with the duplicated ones among them, and the values that they read of other parts."""
         ordered, entering = list[Op](), dict[int, None]()
         there = {v for v, _ in self.step.constants}
 
         def read(v: int) -> None:
             if v in there:
                 return
-            if self._is_made_anew(v):
+            if self._is_duplicated(v):
                 append(self.step.maker[v])
             else:
                 entering[v] = None
@@ -222,12 +223,12 @@ class _Writing:
         return ordered, tuple(entering)
 
     def _written(
-        self, part: Op | int, body: tuple[list[Op], tuple[int, ...]], wanted: set[int]
+        self, part: Op | int, body: tuple[list[Op], tuple[int, ...]], exported: set[int]
     ) -> Segment | LayerLoop:
         (all_ops, reads), (ops, anew) = body, self._content(part)
         made = part.outputs if isinstance(part, Op) else tuple(v for op in ops for v in op.outputs)
         sums = {v: self.sum_of[v] for v in made if v in self.sum_of}
-        used = frozenset(wanted.intersection(made))
+        used = frozenset(exported.intersection(made))
         if isinstance(part, Op):
             return LayerLoop(part, self._graph(all_ops, reads, anew), reads, tuple(anew), used, sums)
         makes = (*(v for v in made if v in used or v in sums), *anew)
@@ -242,21 +243,21 @@ class _Writing:
 
 
 def _examples(step: PipelineStep) -> dict[int, int]:
-    """By value of the body that is a part of dealt examples, all parts."""
+    """By value of the body that is one part of the examples, the array of all parts."""
     found: dict[int, int] = {}
     for op in step.body:
         taken = step.maker.get(op.operands[0]) if op.name in ("squeeze", "reshape") and op.operands else None
-        if taken is None or taken.name != "dynamic_slice" or not isinstance(dealt := taken.inputs[0], int):
+        if taken is None or taken.name != "dynamic_slice" or not isinstance(array := taken.inputs[0], int):
             continue
         (v,) = op.outputs
         whole = (step.num_microbatches, *step.values[v].shape)
-        if not step.is_of_microbatch(dealt) and step.values[dealt].shape == whole and dealt in step.maker:
-            found[v] = dealt
+        if not step.is_of_microbatch(array) and step.values[array].shape == whole and array in step.maker:
+            found[v] = array
     return found
 
 
 def _only_added(step: PipelineStep, loops: Sequence[Op]) -> dict[int, int]:
-    """By term that is a loop's stack in another type, that stack, if nobody else reads the two."""
+    """By term that is a loop's stack in another dtype: that stack, if neither has another reader."""
     stacks = {v for op in loops for v in op.outputs[op.loop_counts[1] :]}
     readers = Counter(v for op in step.ops for v in op.operands)
     handed_on = Counter((*step.terms.values(), *(v for v, _ in step.pieces.values())))
@@ -270,8 +271,8 @@ def _only_added(step: PipelineStep, loops: Sequence[Op]) -> dict[int, int]:
 
 
 def layered(step: PipelineStep, loops: Sequence[Op], sum_of: Mapping[int, int]) -> frozenset[int]:
-    """The values outside of the loops whose first dim carries the layers: what loops slice and stack up, sums of that, and
-    what is as large and computed with it element by element, such as moments."""
+    """The values outside of loops whose first dimension is that of layers: stacks that loops slice or make, their sums,
+    and values that are computed with these element by element, such as moments."""
     found = {a for op in loops for a in op.inputs[sum(op.loop_counts) :] if isinstance(a, int)}
     found |= {v for op in loops for v in op.outputs[op.loop_counts[1] :]}
     found |= {total for term, total in sum_of.items() if term in found}
@@ -284,7 +285,7 @@ def layered(step: PipelineStep, loops: Sequence[Op], sum_of: Mapping[int, int]) 
 
 
 def _alike(step: PipelineStep, op: Op, found: set[int]) -> set[int]:
-    """What an op reads and makes element by element, if it does so with one of these."""
+    """The values that an op reads and makes element by element, if one of them is among `found`; else none."""
     shaped = {v for v in (*op.operands, *op.outputs) if step.values[v].shape}
     is_elementwise = len({step.values[v].shape for v in shaped}) == 1 and not op.bodies
     return shaped if is_elementwise and not shaped.isdisjoint(found) else set()

@@ -1,18 +1,18 @@
-"""What a pipeline that is one program takes: seconds and messages.
+"""The time and the messages of a pipeline that runs as one program.
 
-Its time is the sum of its parts', as nothing of one part runs beside another. With p groups of devices, v stages on each and
-m microbatches,
+Its parts run one after another, so their times add up. With p groups of devices, v stages on each and m microbatches,
 
-    a loop over layers    takes v m + p - 1 ticks, each as long as a stage's layers and the sending of the carry: who has
-                          nothing to do computes all the same;
-    what stands between   runs for m / p microbatches on each device, or for all m where p does not divide them; what it
-                          hands to a loop is gathered from all stages before, what it gets is scattered behind;
-    once                  gradients are added up, of layers over replicas, of all else over all; prologue and update.
+    a loop over layers    takes v m + p - 1 ticks. A tick is as long as a stage's layers and the transfer of the carry;
+                          a device without a microbatch computes, too;
+    a segment             runs for m / p microbatches on each device, or for all m if p does not divide m. Before a
+                          loop reads its results, they are gathered from all stages; results of a loop are scattered;
+    once                  gradients are reduced, of layers over replicas and all others over all devices; prologue and
+                          update run.
 
-So the ticks are those of the schedule that all pipelines share (`search.pipeline.simulator`), with the sending in the tasks.
-Under `circular`, state rests in the order of layers, and goes to its stages and back in each step.
+The ticks are those of the schedule in the simulator (`search.pipeline.simulator`), with the transfers inside the tasks.
+Under `circular`, state rests in the order of layers, and each step sends it to its stages and back.
 
-What kernels take is known from the solution for a replica's devices, as for stages with programs of their own.
+Kernel times come from the solution for a replica's devices, as for stages with programs of their own.
 """
 
 from collections.abc import Iterator
@@ -34,25 +34,25 @@ from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, Sp
 from autoshard.search.problem.costs import COMBINED_BYTES
 
 Part = Segment | LayerLoop | Graph
-"""Of a program: what runs for microbatches, or its prologue or epilogue."""
+"""A part of a program: a segment or a loop, which run for microbatches, or the prologue or the epilogue."""
 
 STAGE_AXIS, REPLICA_AXIS = 0, 1
-"""Of the mesh; those of a replica's devices are behind."""
+"""The mesh axes of stages and of replicas. The axes of a replica's devices follow."""
 
 AXES = ("stage", "replica")
-"""The first axes of the mesh: of groups of devices, and of the replicas in each."""
+"""The names of these axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A collective that a program says, and how often in a step.
+    """A collective of the program.
 
     Attributes:
       kind: XLA's name.
-      axes: of the whole mesh.
-      count: in a step.
-      num_bytes: of a device, each time.
-      seconds: each time.
+      axes: axes of the whole mesh.
+      count: number in a step.
+      num_bytes: bytes of a device, for each.
+      seconds: duration of each.
     """
 
     kind: str
@@ -63,20 +63,20 @@ class Message:
 
     @property
     def total_s(self) -> float:
-        """In a step."""
+        """Seconds of all in a step."""
         return self.count * self.seconds
 
 
 @dataclass(frozen=True, eq=False)
 class SpmdCosts:
-    """A pipeline that is one program, priced.
+    """The costs of a pipeline that runs as one program.
 
     Attributes:
-      program: what runs.
-      sharding: how the devices of a replica share it.
-      intra_op: the solution that says so.
-      step: the step in parts that the program was written from.
-      cluster: where it runs.
+      program: the program.
+      sharding: the specs of its values on a replica's devices.
+      intra_op: the solution that decides these.
+      step: the step in parts from which the program was written.
+      cluster: the devices.
     """
 
     program: SpmdStep
@@ -88,7 +88,7 @@ class SpmdCosts:
     # --- seconds
 
     def pass_s(self, is_backward: bool) -> float:
-        """Of a stage's layers on one microbatch, and of handing on what they make."""
+        """Seconds of a stage's layers on one microbatch, and of sending the carry to the next stage."""
         return sum(
             (
                 self._kernel_s(loop) / self.program.num_parts + sum(m.seconds for m in self._sent(loop))
@@ -100,39 +100,40 @@ class SpmdCosts:
 
     @cached_property
     def between_s(self) -> float:
-        """Of what stands between the loops, in a step, and of taking values there and back."""
+        """Seconds of a step in segments, and in gathering and scattering their values."""
         segments = [part for part in self.program.parts if isinstance(part, Segment)]
         own_s = sum(self._kernel_s(part) for part in segments) * self.num_own / self.program.num_parts
         return own_s + sum(message.total_s for message in self._into_and_out_of_loops())
 
     @cached_property
     def once_s(self) -> float:
-        """Of what is done once in a step."""
+        """Seconds of all that runs once in a step."""
         kernels = (self._once_s(kernel) for part in self._once for kernel, _ in self.kernels.kernels(part))
-        return sum(kernels) + sum(message.total_s for message in (*self._once_said(), *self._entering()))
+        return sum(kernels) + sum(message.total_s for message in (*self._once_messages(), *self._entering()))
 
     def _kernel_s(self, part: Part) -> float:
-        """Of a part's kernels for all parts of the batch, of a loop in one stage."""
+        """Seconds of a part's kernels for all parts of the batch; for a loop, in one stage."""
         return self._seen * sum(share * kernel.time.seconds for kernel, share in self.kernels.kernels(part))
 
     def _once_s(self, kernel: Kernel) -> float:
         return self._seen * kernel.time.seconds * self._share_of_layers(kernel)
 
     def _share_of_layers(self, kernel: Kernel) -> float:
-        """A stage's, of what is done once: of what works on layers, each does its own."""
+        """The share of a kernel that one stage runs, of those that run once: each stage runs its own layers, and all
+        other ops."""
         site = self.kernels.outermost(self.kernels.ops[kernel.position])
         return 1 / self.program.num_workers if site in self._of_layers else 1.0
 
     @cached_property
     def _seen(self) -> float:
-        """What of the kernels' time does not run beside others."""
+        """The share of the kernels' time that is not hidden behind other kernels."""
         busy_s = sum(k.time.seconds for k in self.intra_op.device.lowered.kernels)
         hidden_s = self.intra_op.on_mesh.hiding.hidden_s(self.intra_op.labels)
         return max(1 - hidden_s / busy_s, 0.0) if busy_s else 1.0
 
     @cached_property
     def _of_layers(self) -> frozenset[Site | None]:
-        """What works on values that carry the layers."""
+        """The ops of the prologue and the epilogue whose results are stacks of layers."""
         ops = (op for graph in self._once for op in graph.ops)
         layered = self.program.layered
         return frozenset(self.step.site_of(op) for op in ops if not layered.isdisjoint(op.outputs))
@@ -141,10 +142,10 @@ class SpmdCosts:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """All of a step, by kind and axes."""
+        """All collectives of a step, by kind and axes."""
         names = (*AXES, *self.sharding.axis_names)
         total: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
-        for m in self._said():
+        for m in self._messages():
             key = m.kind, tuple(names[a] for a in m.axes)
             before = total.get(key, (0.0, 0.0, 0.0))
             total[key] = before[0] + m.count, before[1] + m.count * m.num_bytes, before[2] + m.total_s
@@ -153,16 +154,17 @@ class SpmdCosts:
             for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
         )
 
-    def _said(self) -> Iterator[Message]:
+    def _messages(self) -> Iterator[Message]:
         yield from self._inside()
         yield from self._entering()
         for loop in self.loops:
             yield from self._sent(loop)
         yield from self._into_and_out_of_loops()
-        yield from self._once_said()
+        yield from self._once_messages()
 
     def _inside(self) -> Iterator[Message]:
-        """Between a replica's devices: of a loop in each tick, of what stands between for each own microbatch."""
+        """Collectives between a replica's devices: for a loop in each tick, for a segment for each of the stage's
+        microbatches."""
         for part in (*self._once, *self.program.parts):
             for kernel, what, num, share in self.kernels.collectives(part):
                 if self._enters(kernel):
@@ -174,14 +176,15 @@ class SpmdCosts:
                 yield Message(what.kind, axes, times, one * what.num_bytes, one * seconds)
 
     def _times(self, part: Part) -> float:
-        """How often a part runs, for each part of the batch."""
+        """How often a part runs, per part of the batch."""
         if isinstance(part, Graph):
             return 1.0
         runs = self.num_ticks if isinstance(part, LayerLoop) else self.num_own
         return runs / self.program.num_parts
 
     def _entering(self) -> Iterator[Message]:
-        """Between a replica's devices, for what all microbatches read otherwise than it rests."""
+        """Collectives between a replica's devices for values that all microbatches read in another spec than they rest
+        in."""
         loop = self.step.step.graph.ops[self.step.loop]
         for kernel in self.kernels.all_collectives:
             what = kernel.collective
@@ -195,12 +198,12 @@ class SpmdCosts:
             )
 
     def _enters(self, kernel: Kernel) -> bool:
-        """Whether it brings what all microbatches read into their loop."""
+        """True if a kernel brings such a value into the loop over microbatches."""
         op = self.kernels.ops[kernel.position]
         return op.name == "enter" and op.site == (self.step.loop,)
 
     def _sent(self, loop: LayerLoop) -> Iterator[Message]:
-        """From stage to stage, in each tick."""
+        """The carry's transfers from stage to stage, in each tick."""
         for v in loop.op.outputs[: loop.op.loop_counts[1]]:
             yield from self._message("collective-permute", (STAGE_AXIS,), self.bytes_of(v), self.num_ticks)
 
@@ -215,15 +218,15 @@ class SpmdCosts:
             for v in entering if self.is_shared_out else ():
                 yield from self._across_stages("all-gather", v, self.num_own)
             carried = part.op.outputs[: part.op.loop_counts[1]]
-            leaving = [v for v in carried if v in part.wanted or v in part.sums]
+            leaving = [v for v in carried if v in part.exported or v in part.sums]
             made |= {*leaving}
             for v in leaving:
                 kind = "reduce-scatter" if self.is_shared_out else "all-reduce"
                 yield from self._across_stages(kind, v, self.num_microbatches)
 
     def _across_stages(self, kind: str, v: int, num_given: int) -> Iterator[Message]:
-        """Of all microbatches' values, of which each device gives so many. The partitioner does that with whole values: what
-        a replica's devices have in parts, they gather first."""
+        """Collectives over stages for a value of all microbatches, `num_given` of which each device has before. The
+        partitioner handles whole values: parts on a replica's devices are gathered first."""
         whole, names = (
             self.program.values[v].num_bytes,
             range(len(AXES), len(AXES) + len(self.sharding.mesh_shape)),
@@ -232,9 +235,9 @@ class SpmdCosts:
         yield from self._message("all-gather", split, num_given * whole)
         yield from self._message(kind, (STAGE_AXIS,), self.num_microbatches * whole)
 
-    def _once_said(self) -> Iterator[Message]:
-        """Sums over replicas, and of what is no layer over stages; examples on their way to their replicas, and, under
-        `circular`, layers to their stages."""
+    def _once_messages(self) -> Iterator[Message]:
+        """Reductions over replicas, and for sums that are no stacks of layers over stages, too; the exchange of
+        examples between replicas; under `circular`, the exchange of layers between stages."""
         everyone = (STAGE_AXIS, REPLICA_AXIS) if self.is_shared_out else (REPLICA_AXIS,)
         of_layers = [
             total for loop in self.loops for v, total in loop.sums.items() if self._is_stack(loop, v)
@@ -263,7 +266,8 @@ class SpmdCosts:
     def _message(
         self, kind: str, axes: tuple[int, ...], num_bytes: float, count: float = 1
     ) -> Iterator[Message]:
-        """One, if there is anybody to talk to; of many that the compiler joins, unless it waits for the one before."""
+        """One collective, if its axes have several devices. It is priced as one of many that the compiler combines;
+        only a collective-permute is not, as it waits for the one before."""
         if there := tuple(a for a in axes if self._mesh.shape[a] > 1):
             joined_bytes = 0.0 if kind == "collective-permute" else COMBINED_BYTES
             seconds = float(self._mesh.time_s(kind, there, num_bytes, joined_bytes))
@@ -273,36 +277,36 @@ class SpmdCosts:
     def _mesh(self) -> MeshModel:
         return MeshModel(self.cluster, mesh_shape(self.program, self.sharding))
 
-    # --- what is what
+    # --- numbers and values
 
     @property
     def num_microbatches(self) -> int:
-        """Of each replica."""
+        """Microbatches of each replica."""
         return num_microbatches(self.program, self.sharding)
 
     @property
     def is_shared_out(self) -> bool:
-        """Whether stages split microbatches between loops over layers."""
+        """True if stages share microbatches between loops over layers."""
         return is_shared_out(self.program, self.sharding)
 
     @property
     def num_own(self) -> int:
-        """Microbatches that a stage has between loops."""
+        """Microbatches of a stage between loops."""
         return self.num_microbatches // (self.program.num_workers if self.is_shared_out else 1)
 
     @property
     def num_ticks(self) -> int:
-        """Of a loop."""
+        """Ticks of a loop."""
         return self.program.stages_per_worker * self.num_microbatches + self.program.num_workers - 1
 
     @cached_property
     def loops(self) -> tuple[LayerLoop, ...]:
-        """In program order."""
+        """The loops over layers, in program order."""
         return tuple(part for part in self.program.parts if isinstance(part, LayerLoop))
 
     @cached_property
     def read_layers(self) -> tuple[int, ...]:
-        """What loops slice that is the same for all parts of the batch."""
+        """The stacks that loops slice by layer and that are equal for all parts of the batch."""
         xs = (
             a for loop in self.loops for a in loop.op.inputs[sum(loop.op.loop_counts) :] if isinstance(a, int)
         )
@@ -317,11 +321,11 @@ class SpmdCosts:
         return self.program.prologue, self.program.epilogue
 
     def bytes_of(self, v: int) -> float:
-        """Of a value, on a device, were its replica's stages one."""
+        """Bytes of a value on a device, before it is split over stages."""
         return self._under(self.sharding.spec(v), v)
 
     def entry_bytes_of(self, v: int) -> float:
-        """The same of a value that is the same for all microbatches, where parts read it."""
+        """Bytes on a device of a value that all microbatches read, in the spec in which parts read it."""
         return self._under(self.sharding.entry_spec(v), v)
 
     def _under(self, spec: Spec, v: int) -> float:
@@ -330,7 +334,7 @@ class SpmdCosts:
 
     @cached_property
     def kernels(self) -> PartKernels[Part]:
-        """By part."""
+        """The kernels of each part."""
         return PartKernels(self.intra_op, self.intra_op.device, self.step, self._of_site(), is_program=False)
 
     def _of_site(self) -> dict[Site, dict[Part, Runs]]:

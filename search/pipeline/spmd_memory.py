@@ -1,9 +1,9 @@
-"""What a device holds while a pipeline that is one program runs, part by part.
+"""The memory of a device of a pipeline that runs as one program, part by part.
 
-What rests there is there all the while, and what the prologue makes of it until its last reader. A value of microbatches is
-there for those that a stage has between loops, or for all of them once it is gathered; what a forward loop stacks up for the
-backward loop, for all of them and one more, the slot that nobody reads. A loop needs besides: what waits at the first stage
-for its next round or for the end, the sums, and what its layers need while they run (`part_kernels`).
+Arguments lie there throughout, and a result of the prologue until its last reader. A value of the microbatches lies
+there for those microbatches that a stage has between loops; once it is gathered, for all. A forward loop stacks
+residuals for all microbatches, with one more slot that nobody reads. A loop also needs the carries of all microbatches,
+the sums, and the temporaries of its layers (`part_kernels`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,11 +18,11 @@ from autoshard.search.plan.spmd_step import LayerLoop, Segment
 
 @dataclass(frozen=True, eq=False)
 class SpmdMemory:
-    """The memory of a pipeline that is one program. Bytes are a device's.
+    """The memory of a device, in bytes.
 
     Attributes:
-      costs: what it takes besides.
-      limit_bytes: what the compiler's scheduler may use.
+      costs: the time and the messages of the pipeline.
+      limit_bytes: the memory that the compiler's scheduler may use.
     """
 
     costs: SpmdCosts
@@ -30,30 +30,30 @@ class SpmdMemory:
 
     @cached_property
     def peak_bytes(self) -> float:
-        """The most that is held at once."""
+        """The peak of a device."""
         return max(self.by_part)
 
     @cached_property
     def held_bytes(self) -> float:
-        """The most without what kernels need while they run: quick, and no more than the peak."""
+        """A lower bound on the peak: all but the temporaries of kernels. It is quick to compute."""
         return max(map(self._held, range(len(self.costs.program.parts))))
 
     @cached_property
     def by_part(self) -> tuple[float, ...]:
-        """While each part runs, the update being the last."""
+        """The bytes while each part runs; the last one is the update."""
         parts = self.costs.program.parts
         needed = (self.costs.kernels.temporary_bytes(part, self._room_bytes) for part in parts)
         return (*(self._held(n) + more for n, more in enumerate(needed)), self._at_the_end)
 
     @cached_property
     def residual_bytes(self) -> float:
-        """What a stage holds of a microbatch from the forward to the backward phase."""
+        """The residuals of a microbatch in one stage, from its forward to its backward pass."""
         stacks = {v for loop in self.costs.loops for v in self._stacks(loop)}
         return sum(self._of_stage(v) for v in sorted(stacks)) / self.costs.program.stages_per_worker
 
     @cached_property
     def resting_bytes(self) -> float:
-        """The step's arguments."""
+        """The bytes of the step's arguments."""
         return sum(map(self._resting, self.costs.program.step.graph.inputs))
 
     # --- while parts run
@@ -67,7 +67,8 @@ class SpmdMemory:
         return max(self.limit_bytes - self.resting_bytes, 0.0)
 
     def _own_bytes(self, part: Part) -> float:
-        """What a part holds of values while it runs, beside those that others have made or will read."""
+        """The bytes of a loop's carries: those that wait at the first stage, a slot that nobody reads, and the one that is
+        received; 0 for other parts."""
         if not isinstance(part, LayerLoop):
             return 0.0
         carried = part.op.outputs[: part.op.loop_counts[1]]
@@ -75,7 +76,7 @@ class SpmdMemory:
 
     @cached_property
     def _ranges(self) -> tuple[tuple[int, int, float], ...]:
-        """First part, last part and bytes, of all that one part makes or reads and is there for several."""
+        """The live ranges of values that several parts use: first part, last part and bytes."""
         parts, end = self.costs.program.parts, len(self.costs.program.parts)
         read: dict[int, list[int]] = {}
         for n, part in enumerate(parts):
@@ -90,45 +91,45 @@ class SpmdMemory:
         return (*found, *self._gathered(read))
 
     def _prepared(self) -> Iterator[tuple[int, float]]:
-        """What the prologue makes, and copies of what rests otherwise than loops read it."""
+        """Results of the prologue, and copies of values that loops read in another spec or order, with their bytes."""
         costs, program = self.costs, self.costs.program
-        dealt = {*program.examples.values()}
+        examples = {*program.examples.values()}
         made = {*program.prologue.made} - {*program.prologue.inputs}
         totals = {total for part in program.parts for total in part.sums.values()}
         by_value = {whole: v for v, whole in program.examples.items()}
         for v in sorted(made - totals):
-            if v in dealt:
+            if v in examples:
                 yield (
                     by_value[v],
                     program.values[v].num_bytes / mesh_shape(program, costs.sharding)[REPLICA_AXIS],
                 )
             else:
                 yield v, self._of_stage(v) if v in program.layered else costs.bytes_of(v)
-        copied = {v for v in costs.sharding.entering if v not in dealt}
+        copied = {v for v in costs.sharding.entering if v not in examples}
         copied |= {*costs.read_layers} if program.stages_per_worker > 1 else set[int]()
         for v in sorted(copied):
             yield v, costs.entry_bytes_of(v) / (program.num_workers if v in program.layered else 1)
 
     def _made_by(self, part: Part) -> Iterator[tuple[int, float]]:
-        """By value that others read: what a part leaves."""
+        """The values that a part leaves for later parts, with their bytes."""
         num_own = self.costs.num_own
         if isinstance(part, Segment):
-            yield from ((v, num_own * self.costs.bytes_of(v)) for v in part.makes if v in part.wanted)
+            yield from ((v, num_own * self.costs.bytes_of(v)) for v in part.makes if v in part.exported)
         elif isinstance(part, LayerLoop):
             carried = part.op.outputs[: part.op.loop_counts[1]]
-            yield from ((v, num_own * self.costs.bytes_of(v)) for v in carried if v in part.wanted)
+            yield from ((v, num_own * self.costs.bytes_of(v)) for v in carried if v in part.exported)
             slots = self.costs.program.stages_per_worker * self.costs.num_microbatches + 1
             yield from ((v, slots * self._of_pass(v)) for v in self._stacks(part))
 
     def _sums_of(self, part: Part) -> Iterator[float]:
-        """What a part adds up, until the update."""
+        """The bytes of the sums that a part adds to, which lie there until the update."""
         if isinstance(part, Segment | LayerLoop):
             for v, total in part.sums.items():
                 is_stack = isinstance(part, LayerLoop) and v in part.op.outputs[part.op.loop_counts[1] :]
                 yield self._of_stage(total) if is_stack else self.costs.bytes_of(total)
 
     def _gathered(self, read: dict[int, list[int]]) -> Iterator[tuple[int, int, float]]:
-        """What loops read of all microbatches, from the first that does to the last."""
+        """The values that are gathered for loops: the first and the last loop that reads each, and bytes."""
         if not self.costs.is_shared_out:
             return
         loops = {n for n, part in enumerate(self.costs.program.parts) if isinstance(part, LayerLoop)}
@@ -142,7 +143,7 @@ class SpmdMemory:
 
     @cached_property
     def _at_the_end(self) -> float:
-        """While the update runs: layers of it are the stage's."""
+        """The bytes while the update runs, in which a stage updates its own layers."""
         end = len(self.costs.program.parts)
         sums = sum(num_bytes for _, last, num_bytes in self._ranges if last >= end)
         needed = self.costs.kernels.temporary_bytes(self.costs.program.epilogue, self.limit_bytes)
@@ -150,7 +151,7 @@ class SpmdMemory:
 
     @cached_property
     def _share_of_state(self) -> float:
-        """Of what a replica's devices have, what a stage has: the mean over the arguments."""
+        """A stage's share of the state of a replica's devices: the mean over the arguments."""
         inputs = self.costs.program.step.graph.inputs
         return self.resting_bytes / max(sum(map(self.costs.bytes_of, inputs)), 1.0)
 
@@ -162,12 +163,12 @@ class SpmdMemory:
         return program.values[v].num_bytes / prod(size for dim, size in sizes if dim >= 0)
 
     def _of_stage(self, v: int) -> float:
-        """Of a value that carries the layers."""
+        """The bytes of a stack of layers in one group of devices."""
         return self.costs.bytes_of(v) / self.costs.program.num_workers
 
     def _of_pass(self, v: int) -> float:
         return self._of_stage(v) / self.costs.program.stages_per_worker
 
     def _stacks(self, loop: LayerLoop) -> Iterable[int]:
-        """What a loop stacks up that others read."""
-        return [v for v in loop.op.outputs[loop.op.loop_counts[1] :] if v in loop.wanted]
+        """The stacks of a loop that other parts read."""
+        return [v for v in loop.op.outputs[loop.op.loop_counts[1] :] if v in loop.exported]

@@ -1,7 +1,7 @@
-"""From a traced step to a pipeline of it that is one program: searched, or as a plan says.
+"""From a traced step to a pipeline that runs as one program: searched, or decided by a plan.
 
-The devices are dealt evenly to the stages, in their order. A stage's devices are replicas, each with microbatches of its
-own, and the devices of each, which share the work on these as a search for the whole step says (`search.pipeline.intra_op`).
+All stages have equally many devices, in order. The devices of a stage form replicas, each with microbatches of its own.
+The devices of a replica share the work as a solution for the whole step decides (`search.pipeline.intra_op`).
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Step
 from autoshard.search.memory.microbatches import looped
 from autoshard.search.pipeline.intra_op import decided, replica_choices
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import Parts
-from autoshard.search.pipeline.search import PipelineOptions
-from autoshard.search.pipeline.spmd_search import Dealt, SpmdParts, SpmdProposal, SpmdSearch
+from autoshard.search.pipeline.spmd_search import SpmdCandidate, SpmdParts, SpmdProposal, SpmdSearch
 from autoshard.search.plan.decisions import apart
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.executors import SPMD
@@ -36,12 +36,12 @@ from autoshard.search.stopwatch import Stopwatch
 
 @dataclass(frozen=True, eq=False)
 class SpmdPipeline:
-    """A plan, and what it means for its step.
+    """A plan on its step.
 
     Attributes:
       plan: the plan.
-      program: what runs.
-      sharding: how the devices of a replica share it.
+      program: the program of all stages.
+      sharding: the specs of its values on a replica's devices.
     """
 
     plan: Plan
@@ -58,21 +58,21 @@ def find(
     cutoff_s: float = inf,
     prepared: Prepared | None = None,
 ) -> SpmdPipeline:
-    """Searches for the fastest pipeline that is one program and fits.
+    """Searches for the fastest pipeline that runs as one program and fits.
 
     Args:
       step: the traced step.
-      cluster: where it will run.
-      options: what is asked for.
-      progress: called with one line per stage.
-      cutoff_s: what it has to take less than.
-      prepared: as of `SpmdSearch`.
+      cluster: the cluster that it will run on.
+      options: the options of the search.
+      progress: called with one line per stage of the work.
+      cutoff_s: seconds of the plan to beat.
+      prepared: as for `SpmdSearch`.
 
     Raises:
-      InputError: the step has no loop over layers, these, the devices or the batch do not divide, or one program has no
-        such schedule.
-      NotSplittableError: the step has no microbatches; says why.
-      InfeasibleError: nothing fits, or is so fast; says what is nearest.
+      InputError: the step has no loop over layers; its layers, the devices or the batch do not divide; or one program
+        cannot run the schedule.
+      NotSplittableError: the step has no microbatches; the message says why.
+      InfeasibleError: nothing fits, or nothing is so fast; the message names the nearest.
     """
     watch = Stopwatch(step.trace_s)
     options = replace(
@@ -86,15 +86,17 @@ def find(
 
 
 def apply(step: Step, plan: Plan, place: str = "the plan") -> SpmdPipeline:
-    """A loaded plan on the step that it is for.
+    """Applies a loaded plan to its step.
 
     Raises:
-      PlanError: it is for another step, or decides something impossible.
+      PlanError: the plan is for another step, or decides something impossible.
     """
-    dealt, parts = _read(step, plan, place)
+    candidate, parts = _read(step, plan, place)
     try:
-        parts.solutions[dealt.shape] = decided(parts.step_problem, parts.cluster, plan.shardings[0], place)
-        found = SpmdParts(step, parts).proposal(dealt)
+        parts.solutions[candidate.shape] = decided(
+            parts.step_problem, parts.cluster, plan.shardings[0], place
+        )
+        found = SpmdParts(step, parts).proposal(candidate)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
     again = _pipeline(step, found, plan.memory_bytes)
@@ -102,7 +104,7 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> SpmdPipeline:
 
 
 def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple[str, ...]:
-    """All that a decision of a plan can be, whatever the other decisions are.
+    """The possible values of a decision of a plan, whatever the other decisions are.
 
     Raises:
       PlanError: the plan is for another step, or decides nothing under this name.
@@ -111,8 +113,8 @@ def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple
     return replica_choices(parts.step_problem, parts.cluster, plan.shardings[0], name, place)
 
 
-def _read(step: Step, plan: Plan, place: str) -> tuple[Dealt, Parts]:
-    """A plan's shape, and the step in parts.
+def _read(step: Step, plan: Plan, place: str) -> tuple[SpmdCandidate, Parts]:
+    """The candidate that a plan describes, and the step in parts.
 
     Raises:
       PlanError: the plan is for another step, or is impossible.
@@ -123,21 +125,23 @@ def _read(step: Step, plan: Plan, place: str) -> tuple[Dealt, Parts]:
     if {(stage.replicas, stage.sharding) for stage in plan.stages} != {(replicas, 0)}:
         raise PlanError(f"{place}: wanted equal stages of one program, got {[*plan.stages]}")
     shape = tuple(sharding.mesh.values())
-    dealt = Dealt(plan.schedule, len(plan.stages), plan.workers, replicas, shape, plan.microbatches)
+    candidate = SpmdCandidate(
+        plan.schedule, len(plan.stages), plan.workers, replicas, shape, plan.microbatches
+    )
     try:
-        dealt.check(step, cluster)
+        candidate.check(step, cluster)
         sites = frozenset()
         if plan.retention:
-            codec = RetentionCodec(fold(flatten(looped(step, dealt.count)), ()))
+            codec = RetentionCodec(fold(flatten(looped(step, candidate.count)), ()))
             sites, _ = codec.read(plan.retention, place)
         marks, decided = [""] * len(step.arguments), apart(step, sharding)
-        return dealt, Parts.of(step, marks, cluster, dealt.count, sites, decided=decided)
+        return candidate, Parts.of(step, marks, cluster, candidate.count, sites, decided=decided)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
 
 
 def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipeline:
-    problem, dealt, intra_op = found.parts.step_problem, found.dealt, found.intra_op
+    problem, candidate, intra_op = found.parts.step_problem, found.candidate, found.intra_op
     plan = Plan(
         step=step.name,
         fingerprint=fingerprint(step),
@@ -145,11 +149,11 @@ def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipelin
         cluster=found.parts.cluster.to_json(),
         memory_bytes=memory_bytes,
         executor=SPMD,
-        schedule=dealt.schedule,
-        workers=dealt.workers,
-        microbatches=dealt.microbatches,
-        stages=(Stage(replicas=dealt.num_replicas),) * dealt.stages,
-        retention=RetentionCodec(problem.traced_program).said(problem.sites) if problem.sites else {},
+        schedule=candidate.schedule,
+        workers=candidate.workers,
+        microbatches=candidate.microbatches,
+        stages=(Stage(replicas=candidate.num_replicas),) * candidate.stages,
+        retention=RetentionCodec(problem.traced_program).decisions(problem.sites) if problem.sites else {},
         shardings=(intra_op.on_mesh.codec.decisions(intra_op.labels).sharding,),
         estimates=_estimates(found, memory_bytes),
         outline=outlined(step),
@@ -173,6 +177,6 @@ def _estimates(found: SpmdProposal, memory_bytes: int) -> Estimates:
         collectives=costs.collectives,
         bubble=found.bubble,
         between_s=costs.between_s,
-        stages=(of_stage,) * found.dealt.stages,
+        stages=(of_stage,) * found.candidate.stages,
         shares=(measured_shares(intra_op.on_mesh.memory.costed, intra_op.labels),),
     )

@@ -1,9 +1,10 @@
-"""The search for a pipeline that is one program: over microbatches, replicas, stages and what is recomputed.
+"""The search for a pipeline that runs as one program: over microbatches, replicas, stages and recomputation.
 
-All stages are alike, so there is nothing to cut: a few numbers are left. Numbers of parts of the batch are tried as for
-stages with programs of their own (`search.pipeline.search`): those with the least bound first, until a bound is above the
-best plan. With the step made ready in so many parts, each number of replicas and of stages is a matter of adding up. The
-fastest that fits is the answer; where none does, the search goes on with steps that recompute.
+All stages are equal, so nothing has to be cut, and only a few numbers are searched. Numbers of parts of the batch are
+tried as for stages with programs of their own (`search.pipeline.search`): the one with the least bound first, until a
+bound exceeds the best plan. Once the step is made ready in so many parts, each number of replicas and of stages is
+priced by sums. The fastest candidate that fits is the answer. If none fits, the search goes on with steps that
+recompute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,35 +19,36 @@ from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
 from autoshard.search.pipeline.bounds import Pipelines
 from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import Parts
 from autoshard.search.pipeline.schedules.registry import build_schedule, check_numbers
-from autoshard.search.pipeline.search import MAX_MICROBATCHES, PipelineOptions
 from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
 from autoshard.search.pipeline.spmd import check_has_loops, layer_loops, written
 from autoshard.search.pipeline.spmd_costs import SpmdCosts
 from autoshard.search.pipeline.spmd_memory import SpmdMemory
 from autoshard.search.pipeline.spmd_sharding import spmd_sharding
+from autoshard.search.pipeline.stage_meshes import MAX_MICROBATCHES
 from autoshard.search.plan.executors import SPMD
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.plan.text_table import plural
 
 STAGES_PER_WORKER = {"gpipe": 1, "circular": 2}
-"""By schedule. Source: a choice of ours, the fewest there can be."""
+"""Stages of a worker, by schedule. Source: the schedules' definitions; a circular pipeline of one is GPipe."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
-    """How a pipeline that is one program deals out devices, layers and examples.
+class SpmdCandidate:
+    """A point of the search space: the devices, the layers and the examples of a pipeline that runs as one program.
 
     Attributes:
       schedule: `gpipe` or `circular`.
-      stages: runs of equally many layers.
-      workers: groups of devices, each with as many stages.
-      num_replicas: of each.
-      shape: of the mesh of a replica's devices.
-      microbatches: of each replica.
+      stages: number of runs of equally many layers.
+      workers: number of groups of devices, each with equally many stages.
+      num_replicas: replicas of each stage.
+      shape: the mesh of a replica's devices.
+      microbatches: microbatches of each replica.
     """
 
     schedule: str
@@ -58,11 +60,11 @@ class Dealt:
 
     @property
     def count(self) -> int:
-        """In how many parts all replicas of a stage go through the batch."""
+        """Number of parts in which all replicas of a stage together go through the batch."""
         return self.microbatches * self.num_replicas
 
     def check(self, step: Step, cluster: Cluster) -> None:
-        """That one program can run it.
+        """Refuses numbers that one program cannot run.
 
         Raises:
           InputError: it cannot.
@@ -89,19 +91,19 @@ class Dealt:
 
 @dataclass(frozen=True, eq=False)
 class SpmdProposal:
-    """A pipeline that is one program, and what it takes.
+    """A candidate that is priced.
 
     Attributes:
       parts: the step that it runs.
-      dealt: to what.
-      intra_op: how a replica's devices share the work.
-      program: what runs.
-      sharding: how values lie.
-      costs: seconds and messages.
+      candidate: the candidate.
+      intra_op: the strategies of a replica's devices.
+      program: the program of all stages.
+      sharding: the specs of its values.
+      costs: its time and messages.
     """
 
     parts: Parts
-    dealt: Dealt
+    candidate: SpmdCandidate
     intra_op: IntraOp
     program: SpmdStep
     sharding: SpmdSharding
@@ -109,11 +111,13 @@ class SpmdProposal:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """Of its ticks."""
-        dealt = self.dealt
-        schedule = build_schedule(dealt.schedule, dealt.stages, dealt.microbatches, dealt.workers)
+        """The simulation of its ticks."""
+        candidate = self.candidate
+        schedule = build_schedule(
+            candidate.schedule, candidate.stages, candidate.microbatches, candidate.workers
+        )
         cost = StageCost(self.costs.pass_s(is_backward=False), self.costs.pass_s(is_backward=True))
-        return simulate(schedule, [cost] * dealt.stages)
+        return simulate(schedule, [cost] * candidate.stages)
 
     @property
     def ticks_s(self) -> float:
@@ -130,10 +134,10 @@ class SpmdProposal:
     @property
     def bubble(self) -> float:
         """Share of the step in which a stage computes results that nobody reads."""
-        return self.ticks_s * (self.dealt.workers - 1) / self.costs.num_ticks / self.step_s
+        return self.ticks_s * (self.candidate.workers - 1) / self.costs.num_ticks / self.step_s
 
     def memory(self, limit_bytes: float) -> SpmdMemory:
-        """Memory of a device, if the compiler may use so many bytes."""
+        """The memory of a device, if the compiler's scheduler may use so many bytes."""
         return SpmdMemory(self.costs, limit_bytes)
 
 
@@ -143,7 +147,7 @@ class SpmdParts:
 
     Attributes:
       traced: the step.
-      parts: the same, made ready.
+      parts: the step in parts.
     """
 
     traced: Step
@@ -152,18 +156,18 @@ class SpmdParts:
         default_factory=dict[tuple[int, ...], SpmdSharding], init=False, repr=False
     )
 
-    def proposal(self, dealt: Dealt) -> SpmdProposal:
-        """Prices it.
+    def proposal(self, candidate: SpmdCandidate) -> SpmdProposal:
+        """Prices a candidate.
 
         Raises:
           InputError: there is no loop over so many equal layers.
         """
-        layer_loops(self._step, dealt.stages)
-        per_worker, intra_op = dealt.stages // dealt.workers, self.parts.solution(dealt.shape)
-        program = replace(self._program, num_workers=dealt.workers, stages_per_worker=per_worker)
-        sharding = replace(self._sharding(dealt.shape), num_replicas=dealt.num_replicas)
+        layer_loops(self._step, candidate.stages)
+        per_worker, intra_op = candidate.stages // candidate.workers, self.parts.solution(candidate.shape)
+        program = replace(self._program, num_workers=candidate.workers, stages_per_worker=per_worker)
+        sharding = replace(self._sharding(candidate.shape), num_replicas=candidate.num_replicas)
         costs = SpmdCosts(program, sharding, intra_op, self._step, self.parts.cluster)
-        return SpmdProposal(self.parts, dealt, intra_op, program, sharding, costs)
+        return SpmdProposal(self.parts, candidate, intra_op, program, sharding, costs)
 
     def _sharding(self, shape: tuple[int, ...]) -> SpmdSharding:
         if shape not in self._shardings:
@@ -189,9 +193,9 @@ class SpmdSearch:
 
     Attributes:
       best: the best pipeline so far.
-      least_bytes: what that one needs that misses the cap by least.
-      passed_over_s: what those take at least that are not looked at.
-      prepared: what other searches for the same step share with it.
+      least_bytes: the least memory of a pipeline that exceeds the cap.
+      skipped_s: lower bound on the pipelines that were not tried.
+      prepared: values that searches for one step share.
     """
 
     def __init__(
@@ -205,29 +209,31 @@ class SpmdSearch:
         self.step, self.cluster, self.options, self.progress = step, cluster, options, progress
         self.prepared = prepared or Prepared.within()
         self.best: SpmdProposal | None = None
-        self.least_bytes = self.passed_over_s = inf
+        self.least_bytes = self.skipped_s = inf
 
     def run(self, cutoff_s: float = inf) -> SpmdProposal:
-        """The fastest that fits.
+        """The fastest pipeline that fits.
 
         Raises:
           InputError: no numbers go together.
-          NotSplittableError: the step has no microbatches; says why.
+          NotSplittableError: the step has no microbatches; the message says why.
           InfeasibleError: nothing fits, or takes less than the cutoff.
         """
-        by_count: dict[int, list[Dealt]] = {}
-        for dealt in (one for one in self._all() if self._may_hold(one.num_replicas)):
-            by_count.setdefault(dealt.count, []).append(dealt)
+        by_count: dict[int, list[SpmdCandidate]] = {}
+        for one in self._all():
+            if self._may_hold(one.num_replicas):
+                by_count.setdefault(one.count, []).append(one)
         left = sorted(by_count, reverse=True)
         while left and not self.prepared.deadline.is_over:
             least_s = {count: min(map(self._least_s, by_count[count])) for count in left}
             count = min(left, key=least_s.__getitem__)
             if (target_s := min(self._best_s, cutoff_s)) <= least_s[count]:
-                self.passed_over_s = least_s[count]
+                self.skipped_s = least_s[count]
                 break
             left.remove(count)
-            before_s, ways = self._best_s, [one for one in by_count[count] if self._least_s(one) < target_s]
-            self._in_parts(count, ways, cutoff_s)
+            before_s = self._best_s
+            candidates = [one for one in by_count[count] if self._least_s(one) < target_s]
+            self._in_parts(count, candidates, cutoff_s)
             if self.prepared.bounds is None and self._best_s == before_s < inf:
                 break
         if self.best is None:
@@ -235,7 +241,7 @@ class SpmdSearch:
         return self.best
 
     def least_s(self) -> float:
-        """Seconds of a step of any pipeline, at least.
+        """Lower bound on the seconds of a step of any pipeline.
 
         Raises:
           InputError: no numbers go together.
@@ -245,7 +251,7 @@ class SpmdSearch:
         )
 
     def work_s(self) -> float:
-        """Seconds of a step of any pipeline, at least, wherever its stages begin.
+        """Lower bound on the seconds of a step of any pipeline, wherever its stages begin.
 
         Raises:
           InputError: no numbers go together.
@@ -254,31 +260,35 @@ class SpmdSearch:
         each = ((one.count, prod(one.shape)) for one in self._all() if self._may_hold(one.num_replicas))
         return 0.0 if bounds is None else min((bounds.work_s(*one) for one in each), default=inf)
 
-    def _least_s(self, dealt: Dealt) -> float:
-        """Seconds of a step, at least."""
+    def _least_s(self, candidate: SpmdCandidate) -> float:
+        """Lower bound on the seconds of a step."""
         if self.prepared.bounds is None:
             return 0.0
         family = Pipelines(
-            dealt.schedule, dealt.microbatches, dealt.num_replicas, dealt.shape, is_one_program=True
+            candidate.schedule,
+            candidate.microbatches,
+            candidate.num_replicas,
+            candidate.shape,
+            is_one_program=True,
         )
-        return self.prepared.bounds.least_s(family, dealt.stages)
+        return self.prepared.bounds.least_s(family, candidate.stages)
 
-    def _in_parts(self, count: int, ways: Sequence[Dealt], cutoff_s: float) -> None:
+    def _in_parts(self, count: int, candidates: Sequence[SpmdCandidate], cutoff_s: float) -> None:
         self.progress(f"the step in {count} parts, as one program")
         marks, most_layers = [""] * len(self.step.arguments), self.options.most_layers
         parts = self.prepared.in_parts(count, self.step, marks, self.cluster, most_layers)
-        if self._has_fit(parts, ways, cutoff_s) or self.options.remat == "never":
+        if self._has_fit(parts, candidates, cutoff_s) or self.options.remat == "never":
             return
-        for choice in parts.choices(max(way.shape for way in ways)):
-            if self._has_fit(parts.recomputing(choice.sites), ways, cutoff_s):
+        for choice in parts.choices(max(one.shape for one in candidates)):
+            if self._has_fit(parts.recomputing(choice.sites), candidates, cutoff_s):
                 return
 
-    def _has_fit(self, parts: Parts, ways: Sequence[Dealt], cutoff_s: float) -> bool:
-        """Looks for a better one; whether the best may not be bettered by recomputing."""
+    def _has_fit(self, parts: Parts, candidates: Sequence[SpmdCandidate], cutoff_s: float) -> bool:
+        """Takes a better pipeline, if there is one; true if recomputation cannot improve on the best one."""
         in_one, found, refused = SpmdParts(self.step, parts), list[SpmdProposal](), list[InputError]()
-        for dealt in ways:
+        for candidate in candidates:
             try:
-                found.append(in_one.proposal(dealt))
+                found.append(in_one.proposal(candidate))
             except InputError as e:
                 refused.append(e)
         if not found:
@@ -300,25 +310,25 @@ class SpmdSearch:
 
     # --- what to try
 
-    def _all(self) -> list[Dealt]:
-        """All numbers that go together with what is asked for.
+    def _all(self) -> list[SpmdCandidate]:
+        """All candidates that match the options.
 
         Raises:
-          InputError: none do.
+          InputError: there are none.
         """
         check_has_loops(self.step)
-        found, refused = list[Dealt](), list[InputError]()
-        for dealt in self._asked():
+        found, refused = list[SpmdCandidate](), list[InputError]()
+        for candidate in self._asked():
             try:
-                dealt.check(self.step, self.cluster)
-                found.append(dealt)
+                candidate.check(self.step, self.cluster)
+                found.append(candidate)
             except InputError as e:
                 refused.append(e)
         if not found:
-            raise refused[0] if refused else self._undealt()
+            raise refused[0] if refused else self._indivisible()
         return found
 
-    def _asked(self) -> Iterator[Dealt]:
+    def _asked(self) -> Iterator[SpmdCandidate]:
         options = self.options
         names = (options.schedule,) if options.schedule else tuple(STAGES_PER_WORKER)
         for name in names:
@@ -327,10 +337,11 @@ class SpmdSearch:
                 workers = self._num_workers(num_replicas * prod(shape), per_worker)
                 stages = options.stages or workers * per_worker
                 for microbatches in self._microbatches(num_replicas) if workers else ():
-                    yield Dealt(name, stages, workers, num_replicas, shape, microbatches)
+                    yield SpmdCandidate(name, stages, workers, num_replicas, shape, microbatches)
 
     def _num_workers(self, size: int, per_worker: int) -> int:
-        """Of so many devices each; zero if there are none, or as many stages as are asked for cannot be dealt to them."""
+        """Number of groups of `size` devices each; 0 if there are none, or if they cannot have the number of stages
+        asked for."""
         if self.options.mesh is not None and self.options.stages is not None:
             return self.options.stages // per_worker  # whether these are all devices is checked
         workers, rest = divmod(self.cluster.num_devices, size)
@@ -338,7 +349,7 @@ class SpmdSearch:
         return workers if not rest and workers > 1 and is_asked else 0
 
     def _meshes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """How many replicas a stage may have, and the mesh of each."""
+        """The possible numbers of replicas of a stage, with the mesh of each."""
         if self.options.mesh is not None:
             yield self.options.mesh[0], self.options.mesh[1:] or (1,)
             return
@@ -355,7 +366,7 @@ class SpmdSearch:
         return [n for n in counts if n <= MAX_MICROBATCHES]
 
     def _may_hold(self, num_replicas: int) -> bool:
-        """Whether the state may fit so often: each replica has all of it."""
+        """True if all devices together can hold the state once per replica."""
         return num_replicas * self._state_bytes <= self.cluster.num_devices * self.options.memory_bytes
 
     @cached_property
@@ -366,7 +377,7 @@ class SpmdSearch:
 
     # --- what to say
 
-    def _undealt(self) -> InputError:
+    def _indivisible(self) -> InputError:
         stages, total = self.options.stages or "several", self.cluster.num_devices
         return InputError(
             f"{total} devices cannot be split into {stages} stages of equal layers, as many to each group, with parts of "
@@ -374,9 +385,9 @@ class SpmdSearch:
         )
 
     def _infeasible(self, cutoff_s: float) -> InfeasibleError:
-        if self.passed_over_s < inf:
+        if self.skipped_s < inf:
             return InfeasibleError(
-                f"pipelines of {self.step.name} that are one program take {format_seconds(self.passed_over_s)} or more, and "
+                f"pipelines of {self.step.name} that are one program take {format_seconds(self.skipped_s)} or more, and "
                 f"there is a plan of {format_seconds(cutoff_s)}"
             )
         cap = format_bytes(self.options.memory_bytes)

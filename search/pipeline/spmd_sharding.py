@@ -1,11 +1,11 @@
-"""From a solution for the whole step to how the devices of a replica share its work in one program for all stages.
+"""The sharding of one program for all stages, from a solution for the whole step.
 
-Stages and replicas are axes of their own. What the solution decides of an op or of a value holds on the other axes, at every
-stage alike; but the dim that carries the layers is the stages'.
+Stages and replicas are mesh axes of their own. The solution's decisions for an op or a value hold on the other axes, at
+every stage. Only the dimension of layers is split over stages.
 
-What a loop stacks up for another, which reads but a part of it on each device, is stacked up in these parts: to slice it
-before costs nothing either, and the stack is there for all microbatches. (The compiler's partitioner does so by itself, but
-then reads all layers of a microbatch at once.)
+If another loop reads only a part of a stack on each device, the stack is made in these parts: the slice costs nothing
+there, either, and a stack holds all microbatches. (The compiler's partitioner would do so by itself, but would then
+read all layers of a microbatch at once.)
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from autoshard.search.ir.sharding import OperandReshard, Place, StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES, WHOLE, Spec
-from autoshard.search.pipeline.imposed import Imposed
 from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.op_shardings import OpShardings
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.plan.spmd_step import LOOP, LayerLoop, Segment, SpmdSharding, SpmdStep
 from autoshard.search.problem.reshard import SLICE
@@ -23,19 +23,19 @@ from autoshard.search.problem.reshard import SLICE
 def spmd_sharding(
     intra_op: IntraOp, step: PipelineStep, program: SpmdStep, num_replicas: int
 ) -> SpmdSharding:
-    """How values lie on the devices of a replica, which share the work by a solution.
+    """The specs of values on a replica's devices, which share the work by a solution.
 
     Args:
-      intra_op: the solution, of the step that `step` takes apart.
+      intra_op: the solution for the step that `step` takes apart.
       step: the step in parts.
-      program: written from it.
-      num_replicas: of each stage.
+      program: the program written from it.
+      num_replicas: replicas of each stage.
     """
-    specs = {v: _lies(intra_op, step, program, v) for v in sorted(set(_values(program)))}
+    specs = {v: _spec_of(intra_op, step, program, v) for v in sorted(set(_values(program)))}
     specs |= {new: specs[old] for new, old in _replaced(program) if new in specs}
-    imposed = Imposed.of(intra_op, step)
+    of_ops = OpShardings.of(intra_op, step)
     inside = {
-        part: imposed.on((part.op,) if isinstance(part, LayerLoop) else part.graph.ops)
+        part: of_ops.on((part.op,) if isinstance(part, LayerLoop) else part.graph.ops)
         for part in program.parts
     }
     in_parts = dict(_stacked_in_parts(program, inside))
@@ -51,7 +51,7 @@ def spmd_sharding(
 def _stacked_in_parts(
     program: SpmdStep, inside: Mapping[Segment | LayerLoop, StepSharding]
 ) -> Iterator[tuple[int, Spec]]:
-    """Stacks that are read as one part of them alone, and this."""
+    """The stacks of which all readers slice one and the same part, with the spec of that part."""
     read: dict[int, set[Spec | None]] = {}
     for part in program.parts:
         for v in part.reads:
@@ -66,35 +66,35 @@ def _stacked_in_parts(
     for part in program.parts:
         if isinstance(part, LayerLoop):
             for v in part.op.outputs[part.op.loop_counts[1] :]:
-                if v in part.wanted and len(specs := read.get(v, set())) == 1 and (spec := specs.pop()):
+                if v in part.exported and len(specs := read.get(v, set())) == 1 and (spec := specs.pop()):
                     yield v, spec
 
 
 def _without(sharding: StepSharding, part: Segment | LayerLoop, stacks: Mapping[int, Spec]) -> StepSharding:
-    """What is imposed on a part, but for its slices of stacks that lie so."""
+    """A part's sharding without slices of stacks that are made in parts."""
     inputs = part.op.inputs if isinstance(part, LayerLoop) else ()
     there = {("operand", LOOP, n) for n, v in enumerate(inputs) if isinstance(v, int) and v in stacks}
     return replace(sharding, reshards={p: r for p, r in sharding.reshards.items() if p not in there})
 
 
-def _lies(
+def _spec_of(
     intra_op: IntraOp, step: PipelineStep, program: SpmdStep, v: int, place: Place | None = None
 ) -> Spec:
-    spec = intra_op.lies(place or step.place_of(v), step.values[v])
+    spec = intra_op.spec_of(place or step.place_of(v), step.values[v])
     return tuple(WHOLE if d == 0 else d for d in spec) if v in program.layered else spec
 
 
 def _entering(intra_op: IntraOp, step: PipelineStep, program: SpmdStep) -> Iterator[tuple[int, Spec]]:
-    """What the loop over parts of the batch reads as a whole, and how it does."""
+    """The operands that all iterations of the loop over parts of the batch share, with their specs inside the loop."""
     loop = step.step.graph.ops[step.loop]
-    dealt = {*program.examples.values()}
+    examples = {*program.examples.values()}
     for i, v in enumerate(loop.inputs[: loop.loop_counts[0]]):
-        if isinstance(v, int) and v not in dealt:
-            yield v, _lies(intra_op, step, program, v, ("input", (step.loop, "jaxpr", 0), i))
+        if isinstance(v, int) and v not in examples:
+            yield v, _spec_of(intra_op, step, program, v, ("input", (step.loop, "jaxpr", 0), i))
 
 
 def _values(program: SpmdStep) -> Iterator[int]:
-    """What parts read and make, and what the step does."""
+    """The values that the parts of a program, its prologue and its epilogue read and make."""
     for graph in (program.prologue, program.epilogue):
         yield from graph.inputs
         yield from graph.made

@@ -1,10 +1,9 @@
-"""What a stage's devices say to one another in a step: inside of its replicas, as its programs' kernels have it, and between
-them, once.
+"""The collectives of a stage's devices in a step: inside its replicas, from the kernels of its programs, and between
+replicas.
 
-What tasks do for a microbatch, they do as often as a replica has microbatches. Between replicas nothing goes until all
-tasks are done: then sums are added up, each replica getting its part of those that lie in parts behind it. What lies in
-parts and is wanted whole by tasks is gathered: parameters that the prologue takes in another type or cuts into layers, or
-that the update has made.
+The collectives of tasks run once per microbatch of a replica. Replicas exchange nothing until all tasks are done. Then
+sums are reduced; those that are split over replicas are reduce-scattered. Values that are split over replicas and that
+tasks read whole are gathered: parameters that the prologue casts or cuts into layers, and results of the update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,8 @@ from autoshard.search.pipeline.task_memory import ProgramKernels
 from autoshard.search.plan.plan import Collective
 from autoshard.search.problem.costs import COMBINED_BYTES
 
-Said = tuple[str, tuple[str, ...], float, float, float]
-"""Kind, mesh axes, how many, bytes of a device and seconds."""
+Entry = tuple[str, tuple[str, ...], float, float, float]
+"""Kind, mesh axes, number, bytes of a device, and seconds."""
 
 
 def stage_collectives(
@@ -29,9 +28,9 @@ def stage_collectives(
 
     Args:
       stage: the stage.
-      kernels: of a replica's device, by program.
-      memory: how values lie.
-      mesh: of the stage: replicas, and the devices of each.
+      kernels: the kernels of a replica's device, by program.
+      memory: the memory of the stages, which knows the specs of values.
+      mesh: the mesh of the stage: replicas, and the devices of each.
     """
     total: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
     for kind, axes, count, num_bytes, seconds in (
@@ -46,8 +45,8 @@ def stage_collectives(
     )
 
 
-def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Said]:
-    """Those between a replica's devices."""
+def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Entry]:
+    """The collectives between a replica's devices."""
     names = AXIS_NAMES[len(kernels.intra_op.mesh_shape)]
     programs = [program for program in kernels.programs.programs if program.stage == stage]
     for program in programs:
@@ -55,8 +54,8 @@ def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Said]:
             yield kind, tuple(names[a] for a in axes), count, num_bytes, seconds
 
 
-def _between(stage: int, learned: AbstractSet[int], memory: StageMemory, mesh: MeshModel) -> Iterator[Said]:
-    """Those between replicas."""
+def _between(stage: int, learned: AbstractSet[int], memory: StageMemory, mesh: MeshModel) -> Iterator[Entry]:
+    """The collectives between replicas."""
     programs = memory.programs
     if programs.num_replicas == 1:
         return

@@ -1,12 +1,12 @@
-"""What stages cost: any run of layers, on any submesh, run in any of some ways.
+"""The costs of stages: of any run of layers, on any submesh, in any of some ways to run layers.
 
-The inter-op search asks for L^2 runs of layers on each submesh. So that nobody needs to search each of these, a run's
-cost is made of its layers': time, residuals and state are sums, and the working memory is that of the layer that needs
-most. What makes them differ in more than size is an *option*: a submesh, and a way to run any layer on it (which mesh
-axis splits what, whether residuals are kept or recomputed). Sums come from prefix sums, for all runs at once.
+The inter-op search asks for L^2 runs of layers on each submesh. None of them is searched by itself. The cost of a run
+is made of those of its layers: time, residuals and state are sums, and the workspace is that of the layer that needs
+most. An *option* is a submesh with a way to run any layer on it, for example with a mesh, with or without
+recomputation. Prefix sums give the sums of all runs at once.
 
-Costs never fall when a run gets longer. So of the runs that start with a layer, those that fit a cap (of bytes, or of
-seconds) are all up to some last layer, which bisection finds.
+Costs never fall when a run gets longer. So the runs from a first layer that fit a cap, of bytes or of seconds, are all
+those up to some last layer. Bisection finds it.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import numpy as np
 Array = np.ndarray
 
 TOLERANCE = 1e-9
-"""By how much sums that are equal may differ, relatively. Source: rounding of sums of some hundred terms, with room."""
+"""Relative difference within which sums count as equal. Source: rounding of sums of some hundred terms, with room."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -26,8 +26,8 @@ class Submesh:
     """A grid of devices for a stage: a part of a node, or whole nodes.
 
     Attributes:
-      num_nodes: over which it extends.
-      devices_per_node: all of each, if there are several nodes.
+      num_nodes: number of nodes.
+      devices_per_node: number of devices on each; all of them if there are several nodes.
     """
 
     num_nodes: int
@@ -35,7 +35,7 @@ class Submesh:
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.num_nodes * self.devices_per_node
 
     def __str__(self) -> str:
@@ -43,13 +43,13 @@ class Submesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """A node of the cluster.
 
     Attributes:
-      num_devices: on it.
+      num_devices: number of its devices.
       memory_bytes: the cap per device.
-      kind: options hold for nodes of a kind.
+      kind: its kind. An option is for nodes of one kind.
     """
 
     num_devices: int
@@ -59,17 +59,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageOption:
-    """A way to run layers on a submesh. Arrays are [layers], of each; bytes are per device.
+    """A way to run layers on a submesh. Arrays are [layers]; bytes are per device.
 
     Attributes:
-      submesh: its devices.
-      variant: how layers are run on it, in the plan's words.
-      time_s: forward and backward pass of a microbatch.
-      residual_bytes: of a microbatch in flight.
-      state_bytes: whatever else stays in memory.
-      workspace_bytes: what the layer needs while it runs.
-      update_s: once per step.
-      kind: of the nodes that it is for.
+      submesh: the devices.
+      variant: the name of the way.
+      time_s: seconds of the forward and backward pass of a microbatch.
+      residual_bytes: bytes per microbatch in flight.
+      state_bytes: bytes that stay in memory throughout.
+      workspace_bytes: bytes that the layer needs while it runs.
+      update_s: seconds once per step.
+      kind: the kind of nodes that it is for.
     """
 
     submesh: Submesh
@@ -87,7 +87,7 @@ class StageOption:
         assert all(np.all(a >= 0) for a in arrays), f"option {self.submesh} {self.variant}: costs below zero"
 
     def memory_bytes(self, first: int, end: int, in_flight: int) -> float:
-        """Per device, for layers `first` to `end - 1`."""
+        """Bytes per device for layers `first` to `end - 1`."""
         residual_bytes = in_flight * self.residual_bytes[first:end].sum()
         return float(
             self.state_bytes[first:end].sum() + residual_bytes + self.workspace_bytes[first:end].max()
@@ -100,9 +100,9 @@ class StageTable:
 
     Attributes:
       options: the ways to run layers.
-      cap_bytes: [options] per device.
-      latency_s: what a run adds to the time in which the pipeline fills and drains.
-      bottleneck_s: what it takes of a step if it is the slowest.
+      cap_bytes: [options] cap per device.
+      latency_s: seconds that a run adds to the time in which the pipeline fills and drains.
+      bottleneck_s: seconds that a run takes of a step if it is the slowest stage.
     """
 
     options: tuple[StageOption, ...]
@@ -112,22 +112,22 @@ class StageTable:
 
     @property
     def num_layers(self) -> int:
-        """In the model."""
+        """Number of layers."""
         return len(self.options[0].time_s)
 
     @cached_property
     def state_bytes(self) -> Array:
-        """Of the layers before each."""
+        """State of all layers before each."""
         return prefix_sums([option.state_bytes for option in self.options])
 
     @cached_property
     def residual_bytes(self) -> Array:
-        """Likewise, per microbatch in flight."""
+        """Residuals of all layers before each, per microbatch in flight."""
         return prefix_sums([option.residual_bytes for option in self.options])
 
     @cached_property
     def workspace_bytes(self) -> Array:
-        """[options, first layer, end]: the most of any layer of a run."""
+        """[options, first layer, end]: the largest workspace of a run's layers."""
         size = self.num_layers + 1
         most = np.zeros((len(self.options), size, size))
         needed = np.array([option.workspace_bytes for option in self.options])
@@ -136,7 +136,7 @@ class StageTable:
         return most
 
     def reach_in_memory(self, in_flight: int) -> Array:
-        """[options, first layer]: the end of the longest run that fits the cap; `first` where none does."""
+        """[options, first layer]: the end of the longest run that fits the cap; `first` if none does."""
         held = self.state_bytes + in_flight * self.residual_bytes
         rows, firsts = np.indices(held.shape)
         cap = (self.cap_bytes * (1 + TOLERANCE))[:, None]
@@ -145,13 +145,14 @@ class StageTable:
         )
 
     def reach_in_time(self, limit_s: float) -> Array:
-        """The same for runs that take at most so much of a step if they are the slowest."""
+        """[options, first layer]: the end of the longest run that takes at most `limit_s` of a step as its slowest
+        stage."""
         rows = np.indices(self.bottleneck_s.shape)[0]
         limits_s = limit_s * (1 + TOLERANCE)
         return self._reach(lambda ends: self.bottleneck_s[rows, ends] - self.bottleneck_s <= limits_s)
 
     def _reach(self, fits: Callable[[Array], Array]) -> Array:
-        """The last end, for each first layer, that fits, as all before it do."""
+        """The last end that fits, for each first layer. All ends before it fit, too."""
         fitting = np.indices(self.latency_s.shape)[1]
         step = 1 << self.num_layers.bit_length()
         while step := step // 2:
@@ -161,7 +162,7 @@ class StageTable:
         return fitting
 
     def reversed(self) -> "StageTable":
-        """The same for the layers in reverse order."""
+        """The table with the layers in reverse order."""
 
         def backwards(option: StageOption) -> StageOption:
             return StageOption(
@@ -184,6 +185,6 @@ class StageTable:
 
 
 def prefix_sums(rows: list[Array]) -> Array:
-    """[rows, columns + 1]: the sum of what is before each column."""
+    """[rows, columns + 1]: the sum of all columns before each."""
     values = np.array(rows, float)
     return np.concatenate([np.zeros((len(rows), 1)), np.cumsum(values, axis=1)], axis=1)

@@ -1,11 +1,11 @@
-"""A cut of the forward phase into stages, and what decides where it is good: the work between cuts, the bytes that cross.
+"""A cut of the forward phase into stages: the work between cuts, and the bytes that cross them.
 
-Any cut of a program into runs of ops, in the order in which they stand, is a valid pipeline: what a run reads, it or one
-before it has made. A cut costs what has to be sent at it for each microbatch: the values made before it and read behind
-it. (What skips a stage counts at both of its borders.)
+Any cut of a program into runs of ops, in program order, is a valid pipeline: a run reads only values of itself and of
+earlier runs. A cut costs the transfer of the values made before it and read behind it, for each microbatch. A value
+that skips a stage counts at both of its borders.
 
-The work of an op is its floating-point operations, which its factor rule knows; a loop's is that of its body, as often as
-it runs.
+The work of an op is its floating-point operations, by its factor rule. The work of a loop is that of its body, times
+its iterations.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ from autoshard.search.ir.graph import Graph, Op, Value
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """Where the forward phase is cut.
+    """A cut of the forward phase.
 
     Attributes:
-      starts: of each stage but the first: the position of its first op, of those that run for each microbatch in the
-        forward phase. An op has one position; a loop over layers has one for each.
+      starts: for each stage but the first, the position of its first op among the forward ops that run for each
+        microbatch. An op has one position; a loop over layers has one for each layer.
     """
 
     starts: tuple[int, ...]
 
     @property
     def num_stages(self) -> int:
-        """In how many stages it is cut."""
+        """Number of stages."""
         return len(self.starts) + 1
 
     def stages(self, num_positions: int) -> list[int]:
@@ -40,9 +40,9 @@ class StageCut:
 
 
 def crossing_bytes(ops: Sequence[Op], values: Sequence[Value], num_positions: Sequence[int]) -> np.ndarray:
-    """By position: the bytes made before it and read from it on; [sum of num_positions + 1].
+    """By position, the bytes that are made before it and read from it on; [sum of num_positions + 1].
 
-    Inside of a loop, that is also what it carries; what it reads, its last iteration reads too.
+    Inside a loop, the carry crosses, too; other operands of the loop cross until its last iteration.
     """
     ends = list(accumulate(num_positions))
     made = {v: end for op, end in zip(ops, ends, strict=True) for v in op.outputs}
@@ -60,7 +60,8 @@ def crossing_bytes(ops: Sequence[Op], values: Sequence[Value], num_positions: Se
 
 
 def num_flops(op: Op, values: Sequence[Value]) -> float:
-    """Floating-point operations of an op, of its bodies as often as they run (`while`: once; branches: the most)."""
+    """Floating-point operations of an op. Bodies count as often as they run: that of `while` once, of `cond` the
+    largest branch."""
     if op.bodies:
         bodies = [sum(num_flops(o, b.values) for o in b.ops) for each in op.bodies.values() for b in each]
         return max(bodies) if op.name == "cond" else sum(bodies) * int(op.params.get("length", 1))

@@ -83,8 +83,10 @@ class StageMemory:
         }
         made = {v for p in self.programs.epilogue if p.stage == stage for v in p.makes} - replaced
         fresh_bytes = sum(self.bytes_of(v, stage) for v in made)
-        turned_bytes = sum(self.bytes_of(v, stage, is_own=True) for v in sums if self._is_turned(v, stage))
-        adding_bytes = 0.0 if self.programs.num_replicas == 1 else turned_bytes + total_bytes
+        transposed_bytes = sum(
+            self.bytes_of(v, stage, is_own=True) for v in sums if self._is_transposed(v, stage)
+        )
+        adding_bytes = 0.0 if self.programs.num_replicas == 1 else transposed_bytes + total_bytes
         copied_bytes = sum(
             self.bytes_of(v, stage) for v in self.programs.copied if self.programs.stage_of[v] == stage
         )
@@ -94,7 +96,7 @@ class StageMemory:
             fresh_bytes + copied_bytes,
         )
 
-    def _is_turned(self, v: int, stage: int) -> bool:
+    def _is_transposed(self, v: int, stage: int) -> bool:
         """Whether a sum is copied before it is reduced and scattered: replicas get parts along another dimension than its
         first of a size above one."""
         dim, shape = self.shardings[stage].spec(v)[0], self.programs.values[v].shape

@@ -1,30 +1,31 @@
-"""The inter-op search's values: what is to be cut and onto what, the cut into stages, or why there is none."""
+"""The values of the inter-op search: its problem, a cut into stages, and the reason why there is none."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.cost_model.units import format_bytes
-from autoshard.search.pipeline.stage_costs import Array, Node, StageOption, Submesh
+from autoshard.search.pipeline.stage_costs import Array, ClusterNode, StageOption, Submesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InterOpProblem:
-    """What is to be cut, and onto what.
+    """Layers to cut into stages, and the devices for these.
 
     Attributes:
-      nodes: of the cluster, in the order in which stages stand on them.
+      nodes: the cluster's nodes, in the order in which stages stand on them.
       options: the ways to run layers on submeshes.
-      num_microbatches: of a step.
-      in_flight: microbatches whose residuals a stage holds, by how many stages are behind it; the last number holds
-        for more. It never falls.
-      transfer_s: [links, layers + 1]: seconds to hand on at each cut what the next layer reads, and its gradient back.
-      fill_share: of the time in which the pipeline fills and drains, what the schedule leaves idle.
-      num_stages: if the caller wants so many.
-      links: the link to each device from the one before it; if left out, there are two: inside a node, and between nodes.
+      num_microbatches: microbatches of a step.
+      in_flight: by the number of stages behind a stage, the microbatches whose residuals it holds. The last entry holds
+        for more stages, too. Entries never fall.
+      transfer_s: [links, layers + 1]: seconds to send, at each cut, the operands of the next layer, and their gradients
+        back.
+      fill_share: the share of the time in which the pipeline fills and drains that the schedule leaves idle.
+      num_stages: the number of stages that the caller asked for; None for any.
+      links: the link to each device from the one before it; if empty, there are two: inside a node, and between nodes.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[ClusterNode, ...]
     options: tuple[StageOption, ...]
     num_microbatches: int
     in_flight: tuple[int, ...]
@@ -45,17 +46,17 @@ class InterOpProblem:
 
     @property
     def num_layers(self) -> int:
-        """In the model."""
+        """Number of layers."""
         return len(self.options[0].time_s)
 
     @property
     def num_devices(self) -> int:
-        """In the cluster."""
+        """Number of devices."""
         return sum(node.num_devices for node in self.nodes)
 
     @property
     def links_to(self) -> Array:
-        """[devices + 1]: the link to each device, and behind the last one, which leads nowhere."""
+        """[devices + 1]: the link to each device. The last entry, behind all devices, leads nowhere."""
         inside = (np.arange(node.num_devices) == 0 for node in self.nodes)
         return np.append(self.links or np.concatenate([*inside]).astype(int), 0)
 
@@ -69,17 +70,17 @@ class StagePlan:
     """A stage.
 
     Attributes:
-      first_layer: of it.
-      end_layer: behind its last.
-      first_device: of it, in the cluster's order.
+      first_layer: its first layer.
+      end_layer: the layer behind its last.
+      first_device: its first device, in the cluster's order.
       submesh: its devices.
-      variant: how its layers are run.
+      variant: the way in which its layers are run.
       in_flight: microbatches whose residuals it holds.
-      time_s: forward and backward pass of a microbatch.
-      update_s: once per step.
-      memory_bytes: per device.
-      cap_bytes: per device.
-      kind: of its nodes, where there are several.
+      time_s: seconds of the forward and backward pass of a microbatch.
+      update_s: seconds once per step.
+      memory_bytes: bytes per device.
+      cap_bytes: the cap per device.
+      kind: the kind of its nodes, if there are several.
     """
 
     first_layer: int
@@ -107,9 +108,9 @@ class InterOpPlan:
     """A cut into stages.
 
     Attributes:
-      stages: in order.
-      step_s: predicted.
-      bound_s: no plan takes less, of all cuts onto these nodes in this order under these options.
+      stages: the stages, in order.
+      step_s: predicted seconds of a step.
+      bound_s: lower bound on the step time of all cuts onto these nodes, in this order, under these options.
     """
 
     stages: tuple[StagePlan, ...]
@@ -118,23 +119,23 @@ class InterOpPlan:
 
     @property
     def gap(self) -> float:
-        """By what share of it the plan may be slower than the best."""
+        """Upper bound on the share of its step time that the best cut saves."""
         return 1 - self.bound_s / self.step_s if self.step_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class NoCut:
-    """Why there is no plan.
+    """The reason why there is no plan.
 
     Attributes:
-      nearest: stages of a plan that needs the least more memory, about; none where no memory would help.
+      nearest: stages of a cut that needs about the least additional memory; empty if no memory would help.
     """
 
     nearest: tuple[StagePlan, ...]
 
     @property
     def over_bytes(self) -> float:
-        """By how much its largest stage exceeds its cap."""
+        """Bytes by which its fullest stage exceeds its cap; infinite if no memory would help."""
         return max((stage.memory_bytes - stage.cap_bytes for stage in self.nearest), default=np.inf)
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
-"""From a solution for the whole step to how each stage's values lie, and what its programs impose on them.
+"""The sharding of each stage's values and programs, from a solution for the whole step.
 
-A stage's programs consist of ops of the step, some of them cut into parts; so what is decided of an op or of a value in the
-step holds for it here. Values have one more mesh axis here, that of the replicas. What each of these has for itself is not
-split over it. What there is once for all of them is: state, finished gradients and all that the update makes lie in as many
-parts as there are replicas (ZeRO's first stage; Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training
-trillion parameter models", section 5.1), but for what tasks read, which has to be whole for each.
+A stage's programs consist of ops of the step, some of them in parts. So the solution's decisions for an op or a value
+hold here, too. Values have one more mesh axis, that of replicas. A value that each replica has for itself is not split
+over it. Values that exist once for all replicas are: state, finished gradients and results of the update (ZeRO's first
+stage; Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.1).
+Values that tasks read whole, and pinned arguments, are not.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,14 +14,15 @@ from functools import cached_property
 from autoshard.search.ir.factors import rule_for
 from autoshard.search.ir.graph import Op, Role, Value
 from autoshard.search.ir.spec import AXIS_NAMES, WHOLE, Spec, divides
-from autoshard.search.pipeline.imposed import Imposed
 from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.op_shardings import OpShardings
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.plan.stage_programs import StagePrograms, StageSharding
 from autoshard.search.plan.values import REPLICA
 
 MIN_BYTES = 1 << 16
-"""Smaller values are not split over replicas. Source: a choice of ours; below, collectives are all latency."""
+"""Smaller values are not split over replicas: latency would dominate their collectives. Derived: the bytes that a PCIe
+4.0 link moves in its latency, 31.5 GB/s x 0.76 x 2.5 us = 60 kB (`cost_model.presets`); faster links move more."""
 
 
 def stage_sharding(
@@ -31,28 +32,30 @@ def stage_sharding(
     stage: int,
     pinned: Collection[str] = (),
 ) -> StageSharding:
-    """How a stage's values lie on its replicas, whose devices share the work by a solution.
+    """The specs of a stage's values, and the sharding inside its tasks.
 
     Args:
-      intra_op: the solution, of the step that `step` takes apart.
-      step: the step in parts, cut as the programs are.
-      programs: of its stages.
+      intra_op: the solution for the step that `step` takes apart.
+      step: the step in parts, cut like the programs.
+      programs: the programs of all stages.
       stage: the stage.
-      pinned: pytree paths of arguments that each replica holds as the solution has them.
+      pinned: pytree paths of arguments that are not split over replicas.
     """
-    return _Spelling(intra_op, step, programs, stage, frozenset(pinned)).run()
+    return _StageSpecs(intra_op, step, programs, stage, frozenset(pinned)).run()
 
 
 def split_over_replicas(
     value: Value, spec: Spec, mesh_shape: tuple[int, ...], becomes: Sequence[int] = ()
 ) -> Spec:
-    """How a value lies in as many parts as there are replicas: along the largest dim that allows it, else whole on each.
+    """The spec of a value that is split over replicas: along its largest dimension that divides; if none does, it is
+    whole on each.
 
     Args:
       value: its type.
-      spec: how it lies on the devices of a replica.
+      spec: its spec on the devices of a replica.
       mesh_shape: replicas, then the mesh of the devices of each.
-      becomes: for each dim, the one of the new state that it becomes; of dims of one size, it decides.
+      becomes: for each dimension, the dimension of the new state that it becomes; it decides between dimensions of one
+        size.
     """
     if value.num_bytes < MIN_BYTES or mesh_shape[0] == 1:
         return WHOLE, *spec
@@ -63,8 +66,8 @@ def split_over_replicas(
 
 
 @dataclass(frozen=True, eq=False)
-class _Spelling:
-    """One stage's sharding in the making."""
+class _StageSpecs:
+    """Decides the specs of one stage."""
 
     intra_op: IntraOp
     step: PipelineStep
@@ -76,11 +79,11 @@ class _Spelling:
         mine = [program for program in self.programs.programs if program.stage == self.stage]
         there = {v for program in mine for v in (*program.reads, *program.makes)}
         there |= {v for v in self.programs.step.graph.inputs if self.programs.stage_of[v] == self.stage}
-        specs = {v: self._lies(v) for v in sorted(there)}
+        specs = {v: self._spec_of(v) for v in sorted(there)}
         specs |= {new: specs[old] for new, old in self._replaced.items() if new in specs and old in specs}
         tasks = [program for program in mine if program in self.programs.tasks.values()]
-        imposed = Imposed.of(self.intra_op, self.step)
-        inside = {program.name: imposed.on(program.graph.ops) for program in tasks}
+        of_ops = OpShardings.of(self.intra_op, self.step)
+        inside = {program.name: of_ops.on(program.graph.ops) for program in tasks}
         return StageSharding(
             self._mesh_shape,
             self._axis_names,
@@ -106,8 +109,8 @@ class _Spelling:
 
     # --- values
 
-    def _lies(self, v: int) -> Spec:
-        """How a value lies between programs."""
+    def _spec_of(self, v: int) -> Spec:
+        """The spec of a value between programs."""
         made = self._made(v)
         is_own = self.programs.is_of_replica(v) or v in self.programs.pieces
         if is_own or v in self._read_by_tasks or v in self._held_whole:
@@ -118,8 +121,8 @@ class _Spelling:
 
     @cached_property
     def _state_dims(self) -> dict[tuple[int, int], int]:
-        """By value of the epilogue and dim, the dim of the new state that it becomes: the sum of a product's terms may be
-        that of a transposed weight."""
+        """By value of the epilogue and dimension, the dimension of the new state that it becomes. The sum of a
+        product's terms may be that of a transposed weight."""
         mine = [v for v in self._replaced if self.programs.stage_of[v] == self.stage]
         found = {(v, d): d for v in mine for d in range(len(self.step.values[v].shape))}
         known = {*mine}
@@ -130,7 +133,7 @@ class _Spelling:
         return found
 
     def _read_dims(self, op: Op, found: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
-        """By operand and dim, the dim of the new state that a result's is, where both are one factor."""
+        """By operand and dimension, the dimension of the new state, if operand and result share a factor there."""
         values = [self.step.values[a] if isinstance(a, int) else Value.of(a.aval) for a in op.inputs]
         rule = rule_for(op.name, values, op.result_values, op.params)
         results = zip(op.outputs, rule.results, strict=True)
@@ -139,18 +142,18 @@ class _Spelling:
         return {(a, d): at[dim] for a, dims in operands for d, dim in enumerate(dims) if dim in at}
 
     def _made(self, v: int) -> Spec:
-        """How the step's solution has it."""
-        return self.intra_op.lies(self.step.place_of(v), self.step.values[v])
+        """The spec of a value on a replica's devices, by the solution."""
+        return self.intra_op.spec_of(self.step.place_of(v), self.step.values[v])
 
     @cached_property
     def _read_by_tasks(self) -> frozenset[int]:
-        """What tasks of any stage read as a whole."""
+        """The values that tasks of any stage read whole."""
         tasks = self.programs.tasks.values()
         return frozenset(v for t in tasks for v in t.reads if v not in self.programs.sums)
 
     @cached_property
     def _held_whole(self) -> frozenset[int]:
-        """Examples, of which each replica takes its own; and pinned arguments."""
+        """Examples, of which each replica takes its own, and pinned arguments."""
         step = self.programs.step
         arguments = zip(step.graph.inputs, step.arguments, strict=True)
         return frozenset(v for v, a in arguments if a.role is Role.BATCH or a.name in self.pinned)

@@ -1,19 +1,19 @@
-"""Which stage each op of a step belongs to, and where each argument rests.
+"""The stage of each op of a step, and the stage at which each argument rests.
 
-Forward ops have their stages from a cut of the program. All others follow by dataflow:
+A cut of the program decides the stages of forward ops. All others follow by dataflow:
 
-* *Backward ops.* Gradients travel from the last stage to the first. So an op's stage is at most that of any gradient that
-  it reads. Of these stages it is the last one that has all residuals and parameters that the op reads, as its forward op
-  had them: what a stage makes or receives in the forward phase it has in the backward phase. Where none has all, it is the
-  one that has the most bytes. A barrier passes on what other stages have made of gradients at their stages.
-* *Prologue.* An op stands at the first stage that reads what it makes, but where its operand is if it makes less of it, as
-  a slice of parameters is; an argument rests at the first stage that reads it, of those that the prologue or the forward
-  phase reads, as parameters are. Other stages that read it get a copy, once in a step.
-* *Epilogue.* An op stands where most of the bytes are that it reads; of as many, where a parameter rests, else at the
-  first of their stages, as does what joins sums of several stages: there the parameter rests that they all use. State that
-  only the epilogue reads, such as moments, rests with its first reader.
+* *Backward ops.* Gradients travel from the last stage to the first, so an op's stage is at most that of any gradient
+  that it reads. Among these stages, it is the last one that has all residuals and parameters that the op reads: a stage
+  still has the values that it made or received in the forward phase. If no stage has all, it is the one that has most
+  of their bytes. Gradients of other stages that a barrier passes on stay at their stages.
+* *Prologue.* An op stands at the first stage that reads its result. An op that makes its operand smaller, such as a
+  slice of parameters, stands where the operand is. An argument rests at the first stage that reads it, in the prologue
+  or in the forward phase; other stages that read it get a copy, once in a step.
+* *Epilogue.* An op stands where most of its operands' bytes are. Of equal ones, an argument's stage is taken, else the
+  first. An op that adds sums of several stages stands at the first of these stages, where the parameter rests that they
+  share. State that only the epilogue reads, such as moments, rests with its first reader.
 
-What is made anew by whoever reads it has no stage.
+Duplicated ops have no stage.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,13 +27,13 @@ from autoshard.search.problem.flat_program import BARRIER
 
 @dataclass(frozen=True, eq=False)
 class StageAssignment:
-    """Where everything is.
+    """The stages of a step.
 
     Attributes:
-      num_stages: how many there are.
+      num_stages: number of stages.
       of_op: the stage of each op that has one.
       backward: the ops of the body that belong to the backward phase.
-      of_value: the stage where each value is made, or rests; none for what is made anew.
+      of_value: the stage that makes a value, or at which it rests; none for duplicated values.
     """
 
     num_stages: int
@@ -42,18 +42,18 @@ class StageAssignment:
     of_value: Mapping[int, int]
 
 
-def is_tie(op: Op) -> bool:
-    """Whether an op passes on what it reads, so that what reads it waits."""
+def is_barrier(op: Op) -> bool:
+    """True if an op is a barrier: it passes on its operands when all of them are there."""
     return op.name == BARRIER
 
 
 def assign(step: PipelineStep, cut: StageCut) -> StageAssignment:
-    """Gives each op its stage."""
+    """Assigns a stage to each op."""
     return _Assigning(step, cut).run()
 
 
 class _Assigning:
-    """One assignment in the making.
+    """Assigns the stages of one step.
 
     Attributes:
       of_op: the stage of each op.
@@ -76,7 +76,7 @@ class _Assigning:
         for op in self.step.body:
             if op in backward:
                 stage = self._of_gradients(op)
-                far = self._passed_on_elsewhere(op, stage)
+                far = self._passed_on_by_others(op, stage)
                 self._put(op, stage)
                 self.of_value.update(far)
         self._prologue()
@@ -89,20 +89,20 @@ class _Assigning:
         self._read_by(op, stage)
 
     def _read_by(self, op: Op, stage: int) -> None:
-        """What an op reads, and what that is made of where it is made anew, is read at its stage."""
+        """Records that an op's operands are read at its stage, and the operands of duplicated ops behind them, too."""
         for v in op.operands:
             if stage not in self.readers.setdefault(v, set()):
                 self.readers[v].add(stage)
-                if (maker := self.step.maker.get(v)) in self.step.made_anew:
+                if (maker := self.step.maker.get(v)) in self.step.duplicated:
                     self._read_by(maker, stage)
 
     def _staged(self, ops: Iterable[Op]) -> list[Op]:
-        return [op for op in ops if op not in self.step.made_anew]
+        return [op for op in ops if op not in self.step.duplicated]
 
     # --- what runs for each microbatch
 
     def _forward(self) -> None:
-        """The forward ops, and where what they make and read is of use."""
+        """Assigns the forward ops, and finds the stages that have each value in the forward phase."""
         ops, prologue = self.step.forward_ops, self._staged(self.step.prologue)
         for op, stage in zip(ops, self.cut.stages(len(ops)), strict=True):
             self._put(op, stage)
@@ -133,9 +133,10 @@ class _Assigning:
         having = set[int]().union(*(self.there[v] for v in residuals)).intersection(stages)
         return min(sorted({stages[-1], *having}, reverse=True), key=missing_bytes)
 
-    def _passed_on_elsewhere(self, op: Op, stage: int) -> dict[int, int]:
-        """What a tie passes on of other stages' backward passes: it stays there (`search.pipeline.local_ties`)."""
-        if not is_tie(op):
+    def _passed_on_by_others(self, op: Op, stage: int) -> dict[int, int]:
+        """The results of a barrier that are gradients of other stages, with their stages
+        (`search.pipeline.stage_barriers`)."""
+        if not is_barrier(op):
             return {}
         passed = zip(op.inputs, op.outputs, strict=True)
         made = {out: self.of_value[v] for v, out in passed if isinstance(v, int) and self._is_gradient(v)}
@@ -164,8 +165,8 @@ class _Assigning:
             self.of_value[piece] = self.of_value[v]
 
     def _epilogue(self) -> None:
-        """Forth along the data, then back from its readers, until nothing is left; at the first stage what nothing is known
-        of."""
+        """Goes forth along the data, then back from readers, until all ops are assigned; ops without any link to a
+        stage stand at the first one."""
         left = self._staged(self.step.epilogue)
         while left:
             found = [op for op in left if self._follow_operands(op)]
@@ -192,7 +193,7 @@ class _Assigning:
         return bool(stages)
 
     def _read_at(self, op: Op) -> set[int]:
-        """The stages that read what an op makes."""
+        """The stages that read an op's results."""
         return set[int]().union(*(self.readers.get(v, ()) for v in op.outputs))
 
     def _num_bytes(self, v: int) -> int:

@@ -63,16 +63,16 @@ _PARTIAL_BYTES = 8.0
 _WAYS = np.array([(t.m * t.n, t.efficiency, split) for t in TILES for split in SPLITS], float).T
 
 FORWARD, BACKWARD, LATER, ONCE = range(4)
-"""Parts of a step: the fields of `Passes`, and what may run once."""
+"""Parts of a step: the fields of `PassTimes`, and the ops that may run once."""
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of the devices together, or of a stage.
 
     Attributes:
-      forward_s: of the forward pass.
-      backward_s: of the backward pass, without what only weight gradients need.
-      later_s: of all else that runs for each microbatch.
+      forward_s: seconds of the forward pass.
+      backward_s: seconds of the backward pass, without the work that only weight gradients need.
+      later_s: seconds of all other work for each microbatch.
     """
 
     forward_s: float
@@ -81,12 +81,12 @@ class Passes(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """All three."""
+        """The sum of the three."""
         return self.forward_s + self.backward_s + self.later_s
 
-    def times(self, factor: float) -> "Passes":
-        """Each of them so many times."""
-        return Passes(*(factor * seconds for seconds in self))
+    def times(self, factor: float) -> "PassTimes":
+        """The times, multiplied by a factor."""
+        return PassTimes(*(factor * seconds for seconds in self))
 
 
 class Sizes(NamedTuple):
@@ -104,7 +104,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class StepKernel:
     """A kernel of the step as one program, on one device.
 
     Attributes:
@@ -129,40 +129,42 @@ class StepWork:
     Attributes:
       device: the device.
       runs: the kernels of the step as one program, with their runs in it.
-      again_s: seconds of the devices together that the kernels recompute.
+      recompute_s: seconds of the devices together that the kernels recompute.
     """
 
     device: Device
-    runs: Mapping[Kernel, float]
-    again_s: float = 0.0
+    runs: Mapping[StepKernel, float]
+    recompute_s: float = 0.0
     _seconds: dict[tuple[int, int], np.ndarray] = field(
         default_factory=dict[tuple[int, int], np.ndarray], init=False, repr=False
     )
 
     @classmethod
-    def of(cls, on_mesh: MeshProblem, again_s: float = 0.0) -> "StepWork":
+    def of(cls, on_mesh: MeshProblem, recompute_s: float = 0.0) -> "StepWork":
         """The work of a step that was searched as one program.
 
         Args:
           on_mesh: the step's problem on any mesh.
-          again_s: seconds of the devices together that its plan recomputes.
+          recompute_s: seconds of the devices together that its plan recomputes.
         """
-        runs = defaultdict[Kernel, float](float)
+        runs = defaultdict[StepKernel, float](float)
         costed = on_mesh.memory.costed
         for kernel, times in _kernels(costed, on_mesh.live_ranges.fusion):
             runs[kernel] += times
-        return cls(costed.device, dict(runs), again_s)
+        return cls(costed.device, dict(runs), recompute_s)
 
-    def passes(self, count: int, size: int = 1) -> Passes:
+    def passes(self, count: int, size: int = 1) -> PassTimes:
         """Seconds of the devices together, at least, for the passes of a step.
 
         Args:
-          count: in how many parts the step goes through its examples.
+          count: number of parts in which the step goes through its examples.
           size: the devices that share the work on each part.
         """
         seconds = count * size * self._times * self.seconds(count, size)
-        found = Passes(*(float(seconds[self._ends_in == part].sum()) for part in (FORWARD, BACKWARD, LATER)))
-        return found.times(max(1 - self.again_s / found.total_s, 0.0) if found.total_s else 1.0)
+        found = PassTimes(
+            *(float(seconds[self._ends_in == part].sum()) for part in (FORWARD, BACKWARD, LATER))
+        )
+        return found.times(max(1 - self.recompute_s / found.total_s, 0.0) if found.total_s else 1.0)
 
     @cached_property
     def once_s(self) -> float:
@@ -203,13 +205,13 @@ class StepWork:
         return np.array([kernel.ends_in for kernel in self.runs], int)
 
 
-def _moved_bytes(kernel: Kernel, count: int, size: int) -> float:
+def _moved_bytes(kernel: StepKernel, count: int, size: int) -> float:
     """Bytes that one device moves, at least."""
     parts = count * size
     return kernel.num_bytes * min(kernel.merged, parts) / parts
 
 
-def _product_s(device: Device, kernel: Kernel, sizes: Sizes, count: int, size: int) -> float:
+def _product_s(device: Device, kernel: StepKernel, sizes: Sizes, count: int, size: int) -> float:
     """Seconds of a product on one of so many parts of the examples, on one of the devices that share it."""
     num_bytes, merged = _moved_bytes(kernel, count, size), kernel.merged
     if sizes.over_examples is not None:
@@ -258,7 +260,7 @@ def product_part_s(
     return max(START_S + float(found_s.min()), device.launch_s)
 
 
-def _kernels(costed: CostedGraph, fusion: Fusion) -> Iterator[tuple[Kernel, float]]:
+def _kernels(costed: CostedGraph, fusion: Fusion) -> Iterator[tuple[StepKernel, float]]:
     """All kernels but transfers, and those of ops that are computed in their readers' kernels, with their runs."""
     folded, parts = costed.graph.folded, _Parts(costed.graph.folded.program)
     for op_class, members in enumerate(folded.members):
@@ -276,16 +278,16 @@ def _kernels(costed: CostedGraph, fusion: Fusion) -> Iterator[tuple[Kernel, floa
         first = folded.program.ops[folded.members[kernel.op_classes[0]][0]]
         part, merged = parts.of(first)
         ends_in = LATER if part != ONCE and len(first.site) == 1 else part
-        found = Kernel(_bytes(costed, kernel.moved), part, ends_in, merged=merged)
+        found = StepKernel(_bytes(costed, kernel.moved), part, ends_in, merged=merged)
         yield found, kernel.count / merged
 
 
 def _kernel(
     runs: float, num_bytes: float, kind: tuple[int, int], product: Sizes | None = None
-) -> tuple[Kernel, float]:
+) -> tuple[StepKernel, float]:
     """A kernel that nothing is merged with, of which so many runs go through the batch together."""
     part, merged = kind
-    return Kernel(num_bytes, part, part, product, merged), runs / merged
+    return StepKernel(num_bytes, part, part, product, merged), runs / merged
 
 
 def _is_product(costed: CostedGraph, op_class: int) -> bool:
@@ -343,7 +345,7 @@ class _Parts:
 
 
 class _Held(NamedTuple):
-    """Where a value holds examples.
+    """The examples of a value.
 
     Attributes:
       dim: the dimension along which they lie.

@@ -9,13 +9,13 @@ F[P][0, L] = 0 for all P devices, and for p < P
     F[p][s, k] = min over options o that may stand at p, ending at e, and over ends j of the first stage:
                  latency(o, k, j) + transfer(e, j) + F[e][s-1, j],
 
-where a stage may be so long only that it fits its memory with what is in flight with s-1 stages behind it, and takes no
-more than the limit on the slowest stage. For each option and k these are the ends j up to some last one, and a run's
-latency is a difference of prefix sums; so the inner minimum is that of a range, and is looked up in a sparse table of
-ranges whose lengths are powers of two: the work is that of devices x options x layers x stages, not layers squared.
+where two limits bound the first stage: its memory with the microbatches in flight that s-1 stages behind it cause, and
+the limit on the slowest stage. For each option and k, the allowed ends j are all those up to some last one, and the
+latency of a run is a difference of prefix sums. So the inner minimum is that of a range. A sparse table of ranges whose
+lengths are powers of two has it: the work is that of devices x options x layers x stages, not layers squared.
 
-What cannot be part of a better plan is dropped on the way: F[p][s, k] if fewer stages do it in less time (they leave more
-memory to the stages in front), or if with the least that the layers in front take it exceeds a limit.
+Entries that no better plan has are dropped on the way: F[p][s, k] if fewer stages take no more time (they leave more
+memory to the stages in front), or if its sum with the least latency of the layers in front exceeds a limit.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.search.pipeline.stage_costs import TOLERANCE, Array, Node, StageTable, Submesh
+from autoshard.search.pipeline.stage_costs import TOLERANCE, Array, ClusterNode, StageTable, Submesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where options may stand: in order along the devices, so that others may stand on all devices before and behind.
+    """The devices at which options may begin, such that other options can take all devices before and behind.
 
     Attributes:
-      options: per first device: the options that may stand there; none at most devices where options take many.
-      ends: per first device: where each of them ends.
+      options: by first device, the options that may begin there; none at most devices if options take many.
+      ends: by first device, the end of each of them.
     """
 
     options: tuple[Array, ...]
@@ -40,12 +40,12 @@ class Places:
 
     @property
     def num_devices(self) -> int:
-        """In the cluster."""
+        """Number of devices."""
         return len(self.options)
 
     @classmethod
-    def of(cls, nodes: Sequence[Node], table: StageTable) -> "Places":
-        """All places on nodes that stand in a row."""
+    def of(cls, nodes: Sequence[ClusterNode], table: StageTable) -> "Places":
+        """All places on nodes in a row."""
         starts = np.concatenate([[0], np.cumsum([node.num_devices for node in nodes])])
         found: list[list[tuple[int, int]]] = [[] for _ in range(int(starts[-1]))]
         alike = 0
@@ -64,7 +64,7 @@ class Places:
 
 
 def _joined_up(found: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-    """Of options and their ends, by first device, those that can be part of a row that takes all devices."""
+    """By first device, the options with their ends that can be part of a row that takes all devices."""
     reaches_end = [False] * len(found) + [True]
     for p in reversed(range(len(found))):
         reaches_end[p] = any(reaches_end[end] for _, end in found[p])
@@ -77,7 +77,7 @@ def _joined_up(found: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]
 
 
 def _offsets(submesh: Submesh, num_devices: int) -> range:
-    """Where on a node a submesh may begin: several nodes are taken whole."""
+    """The positions on a node at which a submesh may begin; several nodes are taken whole."""
     if submesh.num_nodes == 1:
         return range(num_devices - submesh.devices_per_node + 1)
     return range(int(submesh.devices_per_node == num_devices))
@@ -85,10 +85,10 @@ def _offsets(submesh: Submesh, num_devices: int) -> range:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """F[p], without the rows of which nothing is left.
+    """F[p], without empty rows.
 
     Attributes:
-      num_stages: [rows] in order.
+      num_stages: [rows], ascending.
       latency_s: [rows, layers + 1].
     """
 
@@ -97,39 +97,40 @@ class Column:
 
     @classmethod
     def nothing(cls, num_layers: int) -> "Column":
-        """No row."""
+        """A column without rows."""
         return cls(np.empty(0, int), np.empty((0, num_layers + 1)))
 
     @classmethod
     def end(cls, num_layers: int) -> "Column":
-        """Behind the last device: nothing is left to be run."""
+        """F behind the last device, where no layers are left."""
         latency_s = np.full((1, num_layers + 1), np.inf)
         latency_s[0, -1] = 0.0
         return cls(np.zeros(1, int), latency_s)
 
     def row(self, num_stages: int) -> Array | None:
-        """[layers + 1] with so many stages, if there is anything."""
+        """[layers + 1]: the row for a number of stages; None if there is none."""
         at = int(np.searchsorted(self.num_stages, num_stages))
         is_there = at < len(self.num_stages) and self.num_stages[at] == num_stages
         return self.latency_s[at] if is_there else None
 
     def without(self, dropped: Array) -> "Column":
-        """What is left when some entries are dropped."""
+        """The column without some entries."""
         latency_s = np.where(dropped, np.inf, self.latency_s)
         alive = np.isfinite(latency_s).any(axis=1)
         return Column(self.num_stages[alive], latency_s[alive])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sweep:
-    """What F depends on.
+class LatencySweep:
+    """The inputs of F.
 
     Attributes:
       table: costs of runs of layers.
-      places: where options may stand.
-      transfer_s: [devices + 1, layers + 1] to each device at each cut.
-      lasts: by the number of stages behind: [options, first layer] the end of the longest stage.
-      max_stages: 0 to take all stages as having none behind them; then F[p] has one row, of no stages.
+      places: the devices at which options may begin.
+      transfer_s: [devices + 1, layers + 1]: seconds of the transfer to each device at each cut.
+      lasts: by the number of stages behind, [options, first layer] the end of the longest stage.
+      max_stages: largest number of stages; 0 to treat all stages as having none behind them. Then F[p] has one row, of
+        0 stages.
     """
 
     table: StageTable
@@ -139,7 +140,7 @@ class Sweep:
     max_stages: int
 
     def run(self, drop: Callable[[int, Column], Array]) -> list[Column]:
-        """F of all devices, and behind them; `drop` tells of a device and its F what needs not be kept."""
+        """F of all devices, and behind them. `drop` marks the entries of a device's column that need not be kept."""
         num_devices, num_layers = self.places.num_devices, self.table.num_layers
         columns = [Column.nothing(num_layers)] * num_devices + [Column.end(num_layers)]
         arriving = list(columns)
@@ -150,7 +151,7 @@ class Sweep:
         return columns
 
     def _column(self, p: int, arriving: Sequence[Column]) -> Column:
-        """F[p], with what could be dropped."""
+        """F[p] with all entries."""
         behind = [arriving[end] for end in self.places.ends[p]]
         num_stages = np.concatenate([[], *(one.num_stages for one in behind)]).astype(int)
         options = np.repeat(self.places.options[p], [len(one.num_stages) for one in behind])
@@ -188,7 +189,7 @@ def _range_minimum(values: Array, lasts: Array) -> Array:
 
 
 def dominated(column: Column) -> Array:
-    """What fewer stages do in no more time."""
+    """The entries that fewer stages reach in no more time."""
     fewer_s = np.minimum.accumulate(column.latency_s, axis=0)
     worse = np.zeros(column.latency_s.shape, bool)
     worse[1:] = column.latency_s[1:] >= fewer_s[:-1] * (1 - TOLERANCE)

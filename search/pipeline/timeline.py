@@ -24,7 +24,7 @@ MICROSECONDS = 1e6
 
 
 def simulated(plan: PlanValues) -> Simulation:
-    """A pipeline's schedule in time, as its plan's estimates say."""
+    """A pipeline's schedule in time, by the estimates of its plan."""
     costs = [
         StageCost(
             s.forward_s,
@@ -41,7 +41,7 @@ def simulated(plan: PlanValues) -> Simulation:
 
 
 def text(simulation: Simulation, width: int = WIDTH) -> str:
-    """The schedule as lines of at most `width` columns: what it takes, and each worker in time.
+    """The schedule as lines of at most `width` columns: its times, and each worker over time.
 
     Example:
       >>> print(text(simulate(build_schedule("1f1b", 2, 2, 2), [StageCost(1, 2)] * 2), 40))  # doctest: +SKIP
@@ -74,7 +74,7 @@ def _line(simulation: Simulation, worker: int, columns: int) -> str:
 
 
 def _word(letter: str, microbatch: int, room: int) -> str:
-    """As much of a task's word as there is room for."""
+    """A task's word, as far as there is room."""
     word = f"{letter}{microbatch}"
     return (word if len(word) <= room else letter[:room]).ljust(room, GOING_ON)
 

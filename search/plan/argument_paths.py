@@ -24,9 +24,6 @@ _TOKEN = re.compile(
 )
 """A key, several keys of which one is meant, a number, or an attribute."""
 
-NUM_NEAR = 3
-"""Most paths that a message proposes for a mistyped one. Source: a choice of ours."""
-
 _BOX = ".value"
 """The end that NNX adds to the path of a variable."""
 
@@ -79,7 +76,7 @@ def near(path: str, names: Sequence[str]) -> list[str]:
         for own in map(pieces, names)
         for end in range(length, len(own) + 1)
     }
-    return list(dict.fromkeys(runs[run] for run in get_close_matches(path, runs, NUM_NEAR)))
+    return list(dict.fromkeys(runs[run] for run in get_close_matches(path, runs)))
 
 
 def _dotted(path: Tokens) -> Tokens:
@@ -121,7 +118,7 @@ class Counterparts:
     """The arguments of another step, to find one's own among them.
 
     Attributes:
-      shapes: of each by its path; None where that is not known.
+      shapes: shape of each by its path; None if it is not known.
     """
 
     shapes: Mapping[str, tuple[int, ...] | None]

@@ -16,20 +16,18 @@ from autoshard.search.plan.argument_lines import argument_lines
 from autoshard.search.plan.differences import SIGNS, Difference, differences
 from autoshard.search.plan.edits import is_edited
 from autoshard.search.plan.summary import stage_meshes, time_parts, whole_mesh
-from autoshard.search.plan.text_table import aligned, fitted, more_of, plural
+from autoshard.search.plan.text_table import LINES_OF_A_LIST, aligned, fitted, more_of, plural
 from autoshard.search.plan.values import Collective, PlanValues
 
 LEAST_SHARE = 1e-3
-"""Of a total, by how much a part must differ to be shown. Source: a choice of ours."""
+"""Smallest share of a total by which a part must differ to be shown. Derived: the smallest that is printed, with one
+decimal of a percentage."""
 
 ABSENT = "-"
-"""In place of a decision that a plan does not have."""
+"""The text for a decision that a plan does not have."""
 
 BAR = "\\|"
 """A bar inside a cell of a Markdown table."""
-
-MAX_DECISIONS = 8
-"""Decisions of one group that the text lists. Source: a choice of ours; Markdown and JSON list all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +177,7 @@ def _head(plan: PlanValues, against: PlanValues) -> list[str]:
         "schedule": lambda p: p.schedule or ABSENT,
         "microbatches": lambda p: str(p.microbatches),
     }
-    rows = [(name, said(plan), said(against)) for name, said in sides.items()]
+    rows = [(name, as_text(plan), as_text(against)) for name, as_text in sides.items()]
     shown = [row for row in rows if row[0] == "mesh" or row[1] != row[2]]
     return [
         incomparable(plan, against) or _verdict(plan.estimates.step_s, against.estimates.step_s),
@@ -210,8 +208,8 @@ def _verdict(this_s: float, other_s: float) -> str:
 
 def _mesh(plan: PlanValues) -> str:
     """`2x4 (data x model)`; `2 stages of 1x4 (replica x data)`."""
-    said = [f"{format_mesh(tuple(mesh.values()))} ({' x '.join(mesh)})" for mesh in stage_meshes(plan)]
-    text = " or ".join(dict.fromkeys(said))
+    meshes = [f"{format_mesh(tuple(mesh.values()))} ({' x '.join(mesh)})" for mesh in stage_meshes(plan)]
+    text = " or ".join(dict.fromkeys(meshes))
     return f"{plural(len(plan.stages), 'stage')} of {text}" if plan.is_pipeline else text
 
 
@@ -220,17 +218,17 @@ def _step_times(comparison: Comparison[Any]) -> tuple[float, float]:
 
 
 def _table(
-    title: str, amounts: Sequence[Amount], said: Callable[[float], str], whole: Amount | None = None
+    title: str, amounts: Sequence[Amount], as_text: Callable[[float], str], whole: Amount | None = None
 ) -> list[str]:
     """The differing parts, the largest difference first, behind the total."""
     if not amounts:
         return []
-    rows = _rows(amounts, said, whole)
+    rows = _rows(amounts, as_text, whole)
     return [title if rows else f"{title}: no difference", *aligned(rows, right=(1, 2, 3))]
 
 
 def _rows(
-    amounts: Sequence[Amount], said: Callable[[float], str], whole: Amount | None
+    amounts: Sequence[Amount], as_text: Callable[[float], str], whole: Amount | None
 ) -> list[tuple[str, str, str, str]]:
     if not amounts:
         return []
@@ -238,11 +236,14 @@ def _rows(
     head, parts = (amounts[:1], amounts[1:]) if amounts[0].name in ("step", "peak") else ((), amounts)
     shown = [a for a in parts if abs(a.more) > LEAST_SHARE * largest]
     ordered = [*head, *sorted(shown, key=lambda a: -abs(a.more))]
-    return [(a.name.replace("_", " "), said(a.this), said(a.other), _signed(a.more, said)) for a in ordered]
+    return [
+        (a.name.replace("_", " "), as_text(a.this), as_text(a.other), _signed(a.more, as_text))
+        for a in ordered
+    ]
 
 
-def _signed(amount: float, said: Callable[[float], str]) -> str:
-    return f"{'-' if amount < 0 else '+'}{said(abs(amount))}"
+def _signed(amount: float, as_text: Callable[[float], str]) -> str:
+    return f"{'-' if amount < 0 else '+'}{as_text(abs(amount))}"
 
 
 def _decisions(found: Sequence[Difference]) -> list[str]:
@@ -257,7 +258,7 @@ def _decisions(found: Sequence[Difference]) -> list[str]:
 
 
 def _group(group: str, members: Sequence[Difference]) -> list[str]:
-    shown = members[:MAX_DECISIONS]
+    shown = members[:LINES_OF_A_LIST]
     rows = [(f"{SIGNS[one.kind]} {one.name}", _pair(one)) for one in shown]
     return [
         f"{group} (this | other): {_counts(members)}",
@@ -289,9 +290,9 @@ def _counts(members: Sequence[Difference]) -> str:
 
 
 def _markdown_table(
-    title: str, amounts: Sequence[Amount], said: Callable[[float], str], whole: Amount | None = None
+    title: str, amounts: Sequence[Amount], as_text: Callable[[float], str], whole: Amount | None = None
 ) -> list[str]:
-    rows = _rows(amounts, said, whole)
+    rows = _rows(amounts, as_text, whole)
     if not rows:
         return []
     cells = [f"| {' | '.join(row)} |" for row in rows]

@@ -1,18 +1,17 @@
-"""Strategies in words, and words as strategies.
+"""Strategies as text, and text as strategies.
 
-A plan names a decision by what it decides. An argument's key is its pytree path. A group's is its largest
-op, named by phase, scope and primitive, numbers replaced by `*` where it stands for several; its value lists
-the specs that this op reads and makes. A copy's key adds the phase that it serves. Words are made for all
-strategies of a node, so reading a value is looking it up, and what is not among them is refused with what would
-have been accepted.
+The name of a decision is that of its subject. An argument's name is its pytree path. A group's name is that of its
+largest op: phase, scope and primitive, with `*` for numbers if it represents several. Its text lists the specs that
+this op reads and makes. A copy's name adds the phase that reads it. All strategies of a node have texts, so a text is
+read by looking it up. A text that is not among them is refused, and the message lists some that are.
 
-The names follow from the step and its pins, never from what the plan decides: so the step that a plan is read for has
-the names of the step that it was searched for, also where several ops share one and are numbered in program order.
-Arguments that are decided together, and their copies, are written out one by one; where a plan, edited by hand, says
-different things of them, they are taken apart (`apart`), and all else keeps its name.
+Names follow from the step and its pins, never from the plan's decisions. So the step for which a plan is read has the
+names of the step that was searched, even if several ops share a name and are numbered in program order. Arguments that
+are decided together, and their copies, are written one by one. If an edited plan gives them different texts, they are
+decided apart (`apart`), and all other names stay.
 
-Decisions may be edited, or deleted to be searched again. Which give way where some contradict one another,
-`search.plan.reconciliation` says.
+Decisions may be edited, or deleted to be searched again. If some contradict one another, `search.plan.reconciliation`
+says which give way.
 """
 
 import difflib
@@ -41,23 +40,23 @@ from autoshard.search.problem.strategies import port_specs
 from autoshard.search.problem.strategy_graph import Maker, Port, StrategyGraph
 
 ON_HOST = " on host"
-"""Said behind the spec of an argument that rests in the host's memory."""
+"""Suffix of the spec of an argument that rests in the host's memory."""
 
 ARGUMENT, EDITED = 1, 2
-"""How firm decisions are: of an argument, and by hand; others are looser."""
+"""Firmness of decisions: of an argument, and of an edit; others are looser."""
 
 MAX_SHOWN = 6
-"""Strategies in a message, of up to 130. Source: a choice of ours."""
+"""Largest number of strategies in a message, of up to 130. Source: a choice of ours."""
 
 SPEC = re.compile(r"\b(?:jax\.)?(?:sharding\.)?P(?:artitionSpec)?\(((?:[^()]|\([^()]*\))*)\)")
 """A spec in a text, by any of its names."""
 
 _KINDS = {"arguments": "argument", "ops": "op", "copies": "copy"}
-"""The tables of a plan's decisions, and what a name in each stands for."""
+"""The tables of a plan's decisions, with the subject of a name in each."""
 
 
 def node_names(graph: StrategyGraph) -> tuple[tuple[str, ...], ...]:
-    """Per node, the names of its decision: one, or that of each argument which it, or whose copies it, decides."""
+    """Per node, the names of its decision: one, or one for each argument whose specs or copies it decides."""
     seen: dict[str, int] = {}
     names: list[tuple[str, ...]] = []
     for group in graph.groups:
@@ -73,7 +72,7 @@ def hosted(step: Step, decisions: Sharding, place: str) -> frozenset[int]:
     """The arguments that a plan rests in the host's memory.
 
     Raises:
-      PlanError: one that cannot rest there.
+      PlanError: an argument cannot rest there.
     """
     may, found = may_rest_on_host(step), set[int]()
     for i, argument in enumerate(step.arguments):
@@ -90,7 +89,8 @@ def hosted(step: Step, decisions: Sharding, place: str) -> frozenset[int]:
 
 
 def apart(step: Step, decisions: Sharding) -> tuple[tuple[str | None, ...], ...]:
-    """Per argument, what a plan says of it and of its copies: where that differs, no node can decide it together."""
+    """Per argument, the decisions of a plan for it and for its copies. No node can decide arguments together that
+    differ in these."""
     return tuple(
         (
             decisions.arguments.get(a.name),
@@ -101,7 +101,7 @@ def apart(step: Step, decisions: Sharding) -> tuple[tuple[str | None, ...], ...]
 
 
 def _arguments(graph: StrategyGraph, op_class: int) -> tuple[str, ...]:
-    """The names of the arguments that a class stands for, if it does."""
+    """The names of the arguments that a class represents; none for other classes."""
     if graph.folded.op(op_class).name != "input":
         return ()
     program = graph.folded.program
@@ -129,7 +129,8 @@ def _class_name(graph: StrategyGraph, op_class: int) -> str:
 
 
 def _largest(graph: StrategyGraph, group: OpGroup) -> int:
-    """The class that stands for a group: of those with most of its loops the largest, and of these the first."""
+    """The class that represents a group: the largest of those with most of the group's loops, and of equal ones the
+    first."""
 
     def size(op_class: int) -> tuple[int, int, int]:
         factors = graph.folded.op(op_class).rule.factors
@@ -141,7 +142,7 @@ def _largest(graph: StrategyGraph, group: OpGroup) -> int:
 
 @dataclass(frozen=True, eq=False)
 class DecisionCodec:
-    """The vocabulary of a costed strategy graph: every node's name, every strategy's text."""
+    """The texts of a costed strategy graph: the name of every node, and the text of every strategy."""
 
     costed: CostedGraph
 
@@ -161,11 +162,11 @@ class DecisionCodec:
         return node_names(self.costed.graph)
 
     def text(self, node: int, strategy: int) -> str:
-        """A strategy in words."""
+        """The text of a strategy."""
         return self.texts(node)[strategy]
 
     def texts(self, node: int) -> list[str]:
-        """All strategies of a node in words, no two alike."""
+        """The texts of all strategies of a node; no two are equal."""
         graph, strategies = self.costed.graph, self.costed.strategies[node]
         if strategies.copy_sources:
             specs = self._spec_texts(strategies.assignment)
@@ -203,7 +204,7 @@ class DecisionCodec:
         return {}
 
     def decisions(self, strategies: Sequence[int]) -> Decisions:
-        """A full assignment in words; of a group without a choice nothing is said."""
+        """The decisions of a full assignment. A group with one strategy has none."""
         tables: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
         for node, names in enumerate(self.names):
             kind = self._kind(node)
@@ -216,12 +217,13 @@ class DecisionCodec:
     def allowed(
         self, decisions: Sharding, place: str, edited: Collection[Decision] = ()
     ) -> tuple[np.ndarray, ...]:
-        """Per node: the strategies that a plan's decisions leave; all of them where the plan says nothing.
+        """Per node, the strategies that a plan's decisions leave; all of them if there is no decision.
 
-        Where some were edited, such as what rests on the host, others may be left without an op: these say nothing.
+        After an edit, for example of the arguments on the host, other decisions may have lost their op. These are
+        ignored.
 
         Raises:
-          PlanError: a decision that is not possible, or that names nothing in this step.
+          PlanError: a decision is not possible, or names nothing in this step.
         """
         for kind, name in self.unknown(decisions):
             if not edited or (kind, name) in edited:
@@ -229,9 +231,9 @@ class DecisionCodec:
         allowed: list[np.ndarray] = []
         for node, names in enumerate(self.names):
             table = getattr(decisions, self._kind(node))
-            said = {table.get(name) for name in names}
-            assert len(said) == 1, f"{names} are decided together, and of them the plan says {said}"
-            (text,) = said
+            texts = {table.get(name) for name in names}
+            assert len(texts) == 1, f"{names} are decided together, and of them the plan says {texts}"
+            (text,) = texts
             allowed.append(self._all(node) if text is None else self._meant(node, text, place))
         return tuple(allowed)
 
@@ -239,7 +241,7 @@ class DecisionCodec:
         return np.arange(len(self.costed.strategies[node]))
 
     def _kind(self, node: int) -> str:
-        """Which of the plan's tables holds a node's decision."""
+        """The table of the plan that holds a node's decision."""
         graph = self.costed.graph
         if node >= len(graph.groups):
             return "copies"
@@ -248,18 +250,18 @@ class DecisionCodec:
     def unknown(self, decisions: Sharding) -> tuple[Decision, ...]:
         """The decisions that name nothing in this step."""
         known = {(self._kind(node), name) for node, names in enumerate(self.names) for name in names}
-        said = ((kind, name) for kind in _KINDS for name in getattr(decisions, kind))
-        return tuple(decision for decision in said if decision not in known)
+        named = ((kind, name) for kind in _KINDS for name in getattr(decisions, kind))
+        return tuple(decision for decision in named if decision not in known)
 
     def _meant(self, node: int, text: str, place: str) -> np.ndarray:
-        """The strategies that a decision leaves its node."""
+        """The strategies that a decision leaves to its node."""
         name = self.names[node][0]
         if self._kind(node) == "arguments":
             return self.resting(node, self.parse(text.removesuffix(ON_HOST), name, place), name, place)
         return np.array([self._lookup(node, name, text, place)])
 
     def firmness(self, decisions: Sharding, edited: Collection[Decision]) -> dict[int, int]:
-        """Per node that a plan decides: how firmly it does, for `reconciled`."""
+        """Per node that a plan decides, the firmness of its decision, for `reconciled`."""
         found: dict[int, int] = {}
         for node, names in enumerate(self.names):
             kind = self._kind(node)
@@ -268,26 +270,24 @@ class DecisionCodec:
                 found[node] = EDITED if is_edited else ARGUMENT if kind == "arguments" else 0
         return found
 
-    def said(self, node: int, decisions: Sharding) -> str:
-        """What a plan says of a node that it decides."""
+    def text_of(self, node: int, decisions: Sharding) -> str:
+        """The text of a plan's decision for a node."""
         return getattr(decisions, self._kind(node))[self.names[node][0]]
 
     def parse(self, text: str, name: str, place: str) -> Spec:
-        """A spec of the plan, with the decision's name in the message."""
+        """A spec in a plan. The message of an error has the decision's name."""
         try:
             return parse_spec(SPEC.sub(r"P(\1)", text), self.axis_names)
         except PlanError as e:
             raise PlanError(f"{place}: {name}: {e}") from e
 
     def resting(self, node: int, wanted: Spec, name: str, place: str) -> np.ndarray:
-        """The strategies of an argument's node that rest it in a spec."""
+        """The strategies of an argument's node in which it rests in a spec."""
         graph = self.costed.graph
         op_class = graph.groups[node].op_classes[0]
         specs = port_specs(graph.ports[op_class, 0, True], self.costed.strategies[node])
         shape = graph.folded.program.values[graph.folded.op(op_class).results[0]].shape
-        empty = {
-            d for d, size in enumerate(shape) if size == 0
-        }  # dimensions that nothing splits, whatever is said
+        empty = {d for d, size in enumerate(shape) if size == 0}  # a spec of these splits nothing
         spared = tuple(WHOLE if d in empty else d for d in self._spared(wanted))
         found = np.flatnonzero((specs == np.array(spared)).all(axis=1))
         if not len(found) or max(wanted) >= len(shape):
@@ -298,22 +298,22 @@ class DecisionCodec:
         return found
 
     def _spared(self, spec: Spec) -> Spec:
-        """A spec without what it says of axes of size one, which split nothing."""
+        """A spec without axes of size one, which split nothing."""
         sizes = self.costed.resharder.mesh.shape
         return tuple(d if size > 1 else WHOLE for d, size in zip(spec, sizes, strict=True))
 
-    def _lookup(self, node: int, name: str, said: str, place: str) -> int:
-        texts, wanted = self.texts(node), self._written_alike(said, name, place)
+    def _lookup(self, node: int, name: str, text: str, place: str) -> int:
+        texts, wanted = self.texts(node), self._written_alike(text, name, place)
         if wanted not in texts:
             shown = "; ".join(texts[:MAX_SHOWN])
             more = f"; ... All {len(texts)}: autoshard show PLAN TARGET --choices {shlex.quote(name)}"
             raise PlanError(
-                f"{place}: {name!r} cannot be {said!r}. Possible are: {shown}{more * (len(texts) > MAX_SHOWN)}"
+                f"{place}: {name!r} cannot be {text!r}. Possible are: {shown}{more * (len(texts) > MAX_SHOWN)}"
             )
         return texts.index(wanted)
 
     def _written_alike(self, text: str, name: str, place: str) -> str:
-        """A strategy's text with its specs as we write them: specs that mean the same are the same text."""
+        """A strategy's text with its specs in our spelling, so that equal specs are equal text."""
 
         def alike(found: re.Match[str]) -> str:
             return format_spec(self._spared(self.parse(found[0], name, place)), self.axis_names)
@@ -322,12 +322,12 @@ class DecisionCodec:
         return re.sub(r"\s+", " ", SPEC.sub(alike, spaced)).strip()
 
     def choices(self, name: str, place: str, kept: Sequence[np.ndarray] | None = None) -> tuple[str, ...]:
-        """All that a decision can be.
+        """All possible texts of a decision.
 
         Args:
           name: the decision's name.
           place: the plan's name in messages.
-          kept: per node, the strategies that there are for the plan's executor; by default all.
+          kept: per node, the strategies that the plan's executor supports; by default all.
 
         Raises:
           PlanError: nothing is decided under this name.
@@ -345,7 +345,7 @@ class DecisionCodec:
 
 
 def _why_not(spec: Spec, shape: tuple[int, ...]) -> str:
-    """Why an argument cannot rest so."""
+    """The reason why an argument cannot rest in a spec."""
     if (wanted := max(spec) + 1) > len(shape):
         return f"it has {plural(len(shape), 'dimension')}, and the spec is for {wanted}"
     if PARTIAL in spec:
@@ -354,7 +354,7 @@ def _why_not(spec: Spec, shape: tuple[int, ...]) -> str:
 
 
 def allowed_by_pins(codec: DecisionCodec, pins: Mapping[str, Spec]) -> dict[int, np.ndarray]:
-    """Per node of a pinned argument: the strategies that rest it as pinned."""
+    """Per node of a pinned argument, the strategies in which it rests as pinned."""
     graph = codec.costed.graph
     allowed: dict[int, np.ndarray] = {}
     for i, argument in enumerate(graph.folded.program.step.arguments):

@@ -76,14 +76,14 @@ def _differing(
 
 
 def _whole(plan: PlanValues) -> Values:
-    said = {
+    texts = {
         "cluster": str(plan.cluster.get("name")),
         "executor": plan.executor,
         "schedule": plan.schedule,
         "workers": str(plan.workers) if plan.is_pipeline else "",
         "memory cap": format_bytes(plan.memory_bytes),
     }
-    return {name: value for name, value in said.items() if value}
+    return {name: value for name, value in texts.items() if value}
 
 
 def _mesh(plan: PlanValues) -> Values:
@@ -116,17 +116,17 @@ def _arguments(plan: PlanValues, against: PlanValues) -> list[Difference]:
 
 def _roles(plan: PlanValues) -> dict[str, str]:
     """By argument, its role in words, if the plan's file knows its step's outline."""
-    said: Mapping[str, str] = plan.outline.arguments if plan.outline else {}
-    return {name: text.rpartition(" ")[2].replace("_", " ") for name, text in said.items()}
+    texts: Mapping[str, str] = plan.outline.arguments if plan.outline else {}
+    return {name: text.rpartition(" ")[2].replace("_", " ") for name, text in texts.items()}
 
 
 def joined(plan: PlanValues, table: str) -> dict[str, str]:
     """The decisions of one of a sharding's tables; those of several meshes joined, if they differ."""
-    said: dict[str, dict[str, None]] = {}
+    texts: dict[str, dict[str, None]] = {}
     for sharding in plan.shardings:
         for name, value in getattr(sharding, table).items():
-            said.setdefault(name, {})[value] = None
-    return {name: " or ".join(values) for name, values in said.items()}
+            texts.setdefault(name, {})[value] = None
+    return {name: " or ".join(values) for name, values in texts.items()}
 
 
 def _axis_sizes(plan: PlanValues) -> dict[str, set[int]]:

@@ -1,9 +1,9 @@
-"""What of a plan was edited by hand since it was made.
+"""The decisions of a plan that were edited by hand since it was made.
 
-Estimates are those of the decisions that they were made of. So beside them a plan carries a mark of each of these
-decisions: some bits of a hash of its table, its name and its text. A decision that has no mark was edited or added; where
-there are more marks than decisions have, some were deleted. Marks are short, as a plan has hundreds of decisions: in a
-plan of a thousand, one edit in ten thousand would go unseen.
+Estimates belong to the decisions that they were made of. So a plan carries a mark of each of these: some bits of a hash
+of the decision's table, name and text. A decision without a mark was edited or added. If marks are left over, decisions
+were deleted. Marks are short, as a plan has hundreds of decisions: in a plan of a thousand, one edit in ten thousand
+goes unseen.
 """
 
 import base64
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from autoshard.search.plan.values import PlanValues
 
 MARK_BYTES = 3
-"""Of a mark; four letters, as text."""
+"""Bytes of a mark."""
 
 MARK_LETTERS = 4
-"""The same in base64."""
+"""Letters of a mark in base64."""
 
 Decision = tuple[str, str]
-"""Its table, such as `arguments`, and its name there."""
+"""A table, such as `arguments`, and a name in it."""
 
 
 def marks_of(plan: PlanValues) -> str:
@@ -28,20 +28,20 @@ def marks_of(plan: PlanValues) -> str:
 
 
 def edited(plan: PlanValues) -> tuple[Decision, ...]:
-    """The decisions that have no mark; none where there are no marks at all, as nothing is known then."""
+    """The decisions without a mark; none for a plan without marks, as nothing is known of it."""
     known = _split(plan.marks)
     if not known:
         return ()
-    return tuple((table, name) for table, name, said in _all(plan) if _mark(table, name, said) not in known)
+    return tuple((table, name) for table, name, text in _all(plan) if _mark(table, name, text) not in known)
 
 
 def num_deleted(plan: PlanValues) -> int:
-    """How many marks belong to no decision: what was deleted, where nothing was edited."""
+    """Number of marks without a decision: deleted decisions, if none was edited."""
     return len(_split(plan.marks) - {_mark(*decision) for decision in _all(plan)})
 
 
 def is_edited(plan: PlanValues) -> bool:
-    """Whether the estimates are those of another plan: decisions were edited, added or deleted since, or anything else."""
+    """True if the estimates belong to another plan: decisions, or other parts of the plan, were edited since."""
     return not plan.is_sealed or bool(edited(plan) or num_deleted(plan))
 
 
@@ -53,12 +53,12 @@ def _all(plan: PlanValues) -> Iterator[tuple[str, str, str]]:
     yield "microbatches", "", str(plan.microbatches)
     for n, sharding in enumerate(plan.shardings):
         for table in ("mesh", "arguments", "ops", "copies"):
-            for name, said in getattr(sharding, table).items():
-                yield f"{table} {n}" if n else table, name, str(said)
+            for name, text in getattr(sharding, table).items():
+                yield f"{table} {n}" if n else table, name, str(text)
     if plan.attention:
         yield "attention", "", plan.attention
-    for name, said in plan.retention.items():
-        yield "retention", name, said
+    for name, text in plan.retention.items():
+        yield "retention", name, text
     if plan.is_pipeline:
         yield "schedule", "", f"{plan.schedule} {plan.workers}"
         for n, stage in enumerate(plan.stages):

@@ -1,7 +1,7 @@
-"""What a full assignment is predicted to cost: the plan's estimates.
+"""The estimates of a plan: time, memory and collectives of a full assignment.
 
-Computation, communication and what of it is hidden are the numbers that the solver minimised; the memory comes from the
-schedule of one device's kernels.
+Computation, communication and hidden time are the numbers that the solver minimised. The memory comes from the schedule
+of one device's kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +24,15 @@ def estimate(
     hidden_s: float = 0.0,
     host_bytes: float = 0.0,
 ) -> Estimates:
-    """Time, memory and collectives under a full assignment of strategies, which hides so much behind computation, and holds
-    so much on the host."""
+    """Time, memory and collectives under a full assignment of strategies.
+
+    Args:
+      costed: the costs of all strategies.
+      chosen: the strategy of each node.
+      device: the prediction of one device.
+      hidden_s: seconds of communication that computation hides, those of rings left out.
+      host_bytes: bytes on the host.
+    """
     compute_s = costed.compute_s(chosen)
     collectives = _collectives(costed, chosen)
     communication_s = sum((c.seconds for c in collectives), 0.0)
@@ -49,14 +56,14 @@ def estimate(
 
 
 def _recompute_s(costed: CostedGraph, device: Prediction) -> float:
-    """Seconds of the kernels and collectives of what the plan recomputes."""
+    """Seconds of the kernels and collectives that the plan recomputes."""
     ops = costed.graph.folded.program.ops
     kernels = [(ops[k.position].op, k.time.seconds) for k in device.apart.kernels]
     return sum((seconds for op, seconds in kernels if op is not None and op.scope.endswith(SCOPE)), 0.0)
 
 
 def where(costed: CostedGraph, position: int) -> str:
-    """An op in words: phase, scope and primitive, source line."""
+    """The text of an op: phase, scope and primitive, source line."""
     op = costed.graph.folded.program.ops[position]
     if op.op is None:
         return f"{op.phase} {op.name}"
@@ -85,7 +92,7 @@ def _collectives(costed: CostedGraph, chosen: Sequence[int]) -> tuple[Collective
 
 
 _Run = tuple[str, tuple[int, ...], int, float, float]
-"""Kind, mesh axes, how often in a step, bytes per device of each and of the collectives it is joined into."""
+"""Kind, mesh axes, number in a step, bytes per device of each, and of the combined collective that it is part of."""
 
 
 def _between_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:

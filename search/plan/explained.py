@@ -1,21 +1,29 @@
-"""The answer to why a plan decides something as it does: values and their text.
+"""The explanation of a decision of a plan: its values and their text.
 
-A decision is explained by its runner-up, the best plan in which it is anything else. Both plans are priced by one model, so
-the difference is the price of the runner-up, and one of three reasons holds:
+A decision is explained by its runner-up, the best plan in which it is anything else. Both plans are priced by one
+model, so the difference is the price of the runner-up, and one of three reasons holds:
 
-* CHEAPER ELSEWHERE: the runner-up takes longer. The decisions that change with it are listed, the largest differences first.
-* TIE: the difference is smaller than the search looks.
+* CHEAPER ELSEWHERE: the runner-up takes longer. The decisions that change with it are listed, the largest differences
+  first.
+* TIE: the difference is smaller than the search's resolution.
 * NOT POSSIBLE: a rule leaves no other choice: a dimension that does not divide, a pin, or the cap.
 
-A solver that ends early knows the price between two bounds only, and the text then says so. Prices of recomputation and of
-the host are estimates: these change the step that is planned, and no plan of the other step was searched.
+A solver that ends early knows the price between two bounds only, and the text then says so. Prices of recomputation and
+of the host are estimates: these change the step that is planned, and no plan of the other step was searched.
 """
 
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from autoshard.cost_model.units import format_bytes, format_seconds
-from autoshard.search.plan.text_table import aligned, fitted, more_of, plural
+from autoshard.search.plan.text_table import (
+    LINES_OF_A_LIST,
+    NAMES_IN_A_LINE,
+    aligned,
+    fitted,
+    more_of,
+    plural,
+)
 
 CHEAPER_ELSEWHERE, TIE, NOT_POSSIBLE = "cheaper elsewhere", "tie", "not possible"
 """The reasons."""
@@ -26,14 +34,9 @@ IMPROVABLE = "improvable"
 UNCERTAIN = "uncertain"
 """In place of a reason for an estimate by which the contrary is faster and fits: the search knows the peak better."""
 
-MAX_CHANGES = 8
-"""Decisions listed as changing with one. Source: a choice of ours; they fit a terminal."""
-
-MAX_PARTS = 4
-"""Kinds of computation and communication that a price is split into. Source: a choice of ours."""
-
 PRECISE = 0.02
-"""Of a price: bounds that are closer than this are said as one number. Source: the price of `explain` is promised to 2%."""
+"""Bounds on a price that differ by less than this share are printed as one number. Source: the price of `explain` is
+promised to 2%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +86,11 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """The other choice of what is recomputed, or of what rests on the host, by its own seconds and bytes.
+    """The contrary choice of recomputation, or of resting on the host, by its own seconds and bytes.
 
     Attributes:
-      choice: what the plan does.
-      other: what it could do instead.
+      choice: the plan's choice.
+      other: the contrary choice.
       more_s: estimated seconds that a step would take longer; negative if it would be faster.
       more_bytes: estimated bytes that a device would hold besides; negative if fewer.
       reason: one of the three reasons, or `uncertain`.
@@ -107,7 +110,7 @@ class MoreMemory:
     Attributes:
       more_bytes: bytes that the cap is higher.
       less_s: seconds that a step would take less.
-      how: what the memory would be used for; empty if for nothing.
+      how: the use of that memory; empty if there is none.
       is_estimate: whether no plan was searched for it.
     """
 
@@ -119,20 +122,20 @@ class MoreMemory:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a plan decides something as it does; `print` it.
+    """The explanation of a decision; `print` it.
 
     Attributes:
       name: the decision's name in the plan, the path of an argument or the name of an op.
-      choice: the decision; empty of an op of which the plan says only whether it is recomputed.
+      choice: the decision; empty for an op of which the plan decides only the recomputation.
       reason: `cheaper elsewhere`, `tie` or `not possible`; empty without a choice.
-      rules: what rules other choices out, a sentence each.
+      rules: the rules that exclude other choices, a sentence each.
       runner_up: the best plan with another choice that fits; None if there is none.
       beyond_cap: the best plan with another choice that the cap rules out, if it is faster than the runner-up.
       retention: whether the op is recomputed or offloaded, and the price of the contrary.
       host: whether the argument rests on the host, and the price of the contrary.
       more_memory: the worth of the next 10% of memory.
       step_s: seconds of a step of the plan.
-      is_upper: whether another choice of what is recomputed or offloaded may make the runner-up cheaper than it is here.
+      is_upper: whether other recomputation or offloading may make the runner-up cheaper than it is here.
     """
 
     name: str
@@ -157,7 +160,7 @@ class Explanation:
             lines += [f"  is {self.choice}", f"  {self._why()}"]
             lines += [f"  {rule}" for rule in self.rules]
         if self.runner_up:
-            lines += self._said(self.runner_up)
+            lines += self._runner_up_lines(self.runner_up)
         if self.beyond_cap:
             lines += self._without_cap(self.beyond_cap)
         lines += _estimated("recomputation", self.retention)
@@ -181,12 +184,12 @@ class Explanation:
             f"  memory  {signed_bytes(one.more_bytes)} at the peak of a device{_own(one)}",
         ]
 
-    def _said(self, one: Alternative) -> list[str]:
+    def _runner_up_lines(self, one: Alternative) -> list[str]:
         is_tie = self.reason == TIE
         price = _plain_price(one, self.step_s) if is_tie else _price(one, self.step_s, self.is_upper)
         lines = [f"runner-up: {one.choice}", f"  time    {price}"]
         if one.parts:
-            parts = ", ".join(f"{name} {signed_s(seconds)}" for name, seconds in one.parts[:MAX_PARTS])
+            parts = ", ".join(f"{name} {signed_s(seconds)}" for name, seconds in one.parts[:NAMES_IN_A_LINE])
             lines.append(f"  of that {parts}")
         lines.append(f"  memory  {signed_bytes(one.more_bytes)} at the peak of a device{_own(one)}")
         return [*lines, *_changes(one.changes)]
@@ -199,12 +202,12 @@ def _plain_price(one: Alternative, step_s: float) -> str:
 
 def _price(one: Alternative, step_s: float, is_upper: bool) -> str:
     """The price, with its bounds if they are not close."""
-    said = _plain_price(one, step_s)
+    price = _plain_price(one, step_s)
     if one.is_precise:
-        return f"{said}{' or less: other recomputation was not searched' * is_upper}"
+        return f"{price}{' or less: other recomputation was not searched' * is_upper}"
     least_s = one.at_least_s
     least = f", and at least {signed_s(least_s)}" if least_s > -step_s and not is_upper else ""
-    return f"at most {said}{least}: the search ended before it was certain"
+    return f"at most {price}{least}: the search ended before it was certain"
 
 
 def _own(one: Alternative) -> str:
@@ -217,7 +220,7 @@ def _own(one: Alternative) -> str:
 def _changes(changes: tuple[Change, ...]) -> list[str]:
     if not changes:
         return ["  no other decision changes"]
-    rows = [(signed_s(c.more_s), c.name, f"{c.this} => {c.other}") for c in changes[:MAX_CHANGES]]
+    rows = [(signed_s(c.more_s), c.name, f"{c.this} => {c.other}") for c in changes[:LINES_OF_A_LIST]]
     return [
         f"  {plural(len(changes), 'other decision')} would change:",
         *aligned(rows, indent=4, right=(0,)),

@@ -12,7 +12,7 @@ from autoshard.search.plan.explained import MoreMemory, finite, more_memory, sig
 from autoshard.search.plan.text_table import aligned, fitted
 
 NOT_NEEDED = "slower than the runner-up, or does not fit"
-"""Of a neighbour whose search ended at the runner-up's time."""
+"""The reason for a neighbour whose search ended at the runner-up's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Neighbour:
       plan: the fastest plan with it, in words; empty if none was found that is faster than the runner-up.
       more_s: seconds that its step takes longer; None without a plan.
       more_bytes: bytes by which a device's peak is higher; None without a plan.
-      why_not: why there is no plan; empty with one.
+      why_not: the reason why there is no plan; empty with one.
     """
 
     choice: str
@@ -36,12 +36,12 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an argument of a pipeline rests.
+    """The place of an argument of a pipeline.
 
     Attributes:
       stage: the number of its stage; None if all stages have a part of it.
       mesh: sizes of the axes of the devices that share it.
-      spec: how they share it.
+      spec: its spec on these axes.
     """
 
     stage: int | None
@@ -59,7 +59,7 @@ class PipelineExplanation:
       reason: `cheaper elsewhere`, `tie`, `improvable` or `not possible`; empty of an argument.
       runner_up: the fastest plan with a neighbouring choice; None if none fits, and of an argument.
       others: the other neighbours.
-      place: of an argument: where it rests.
+      place: the place of an argument; None for other decisions.
       more_memory: the worth of the next 10% of memory; None of an argument.
       step_s: seconds of a step of the plan.
     """
@@ -84,7 +84,7 @@ class PipelineExplanation:
         if self.runner_up:
             lines += _runner_up(self.runner_up, self.step_s)
         if self.others:
-            lines += ["other neighbours:", *aligned([(one.choice, _said(one)) for one in self.others])]
+            lines += ["other neighbours:", *aligned([(one.choice, _price_text(one)) for one in self.others])]
         lines += [f"  {_place(self.place)}"] if self.place else []
         more = [more_memory(self.more_memory, self.step_s)] if self.more_memory else []
         return fitted("\n".join([*lines, *more]))
@@ -100,7 +100,7 @@ def _runner_up(one: Neighbour, step_s: float) -> list[str]:
     ]
 
 
-def _said(one: Neighbour) -> str:
+def _price_text(one: Neighbour) -> str:
     if one.more_s is None:
         return one.why_not
     return f"{signed_s(one.more_s)} a step: {one.plan}"

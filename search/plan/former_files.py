@@ -45,8 +45,8 @@ def is_sealed(file: Mapping[str, Any]) -> bool:
 def _of_one_program(file: Mapping[str, Any]) -> JSON:
     decisions, estimates = file["decisions"], dict(file["estimates"])
     shares = estimates.pop("shares", None)
-    said = {"gap": estimates.pop("gap"), "marks": estimates.pop("marks", "")}
-    return said | {
+    kept = {"gap": estimates.pop("gap"), "marks": estimates.pop("marks", "")}
+    return kept | {
         "executor": JIT,
         "microbatches": decisions.get("microbatches", 1),
         "retention": decisions["retention"],

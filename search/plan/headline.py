@@ -1,13 +1,12 @@
-"""The first line of a printed plan: one that an expert would say.
+"""The first line of a printed plan, in the words of an expert.
 
     FSDP over 8 x tensor parallel over 8, 12 of 48 layers recomputed
     4 stages x 1F1B, 16 microbatches, data parallel over 8
 
-All kinds of plan have stages, of which a plan of one program has one. A stage has replicas and, on the mesh of each,
-shares (`search.plan.work_shares`), which say what each axis splits. The words follow from these shares alone, the
-terms being those of the literature: ZeRO (Rajbhandari et al. 2020), FSDP (Zhao et al. 2023), tensor and sequence
-parallelism (Shoeybi et al. 2019, Korthikanti et al. 2022), expert parallelism (Lepikhin et al. 2020). A split that has no
-such name is said as it is.
+Every plan has stages; a plan of one program has one. A stage has replicas and, for each axis of a replica's mesh, the
+shares of the work that it splits (`search.plan.work_shares`). The words follow from these shares alone, in the terms of
+the literature: ZeRO (Rajbhandari et al. 2020), FSDP (Zhao et al. 2023), tensor and sequence parallelism (Shoeybi et al.
+2019, Korthikanti et al. 2022), expert parallelism (Lepikhin et al. 2020). A split without such a name is described.
 """
 
 import re
@@ -21,10 +20,10 @@ from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 
 NAMED = 0.1
-"""A kind of split is named if it has at least this share of the FLOPs: the rest is not what a plan is called by."""
+"""Smallest share of the FLOPs for which a kind of split is named: a smaller one is no part of a plan's name."""
 
 MOST = 0.49
-"""Of parameters, optimizer state or sums, the share that counts as most of them: a half, if shares are rounded."""
+"""Share of parameters, optimizer state or sums that counts as most of them: a half, if shares are rounded."""
 
 SCHEDULES = MappingProxyType(
     {
@@ -60,7 +59,7 @@ class StageShape:
     Attributes:
       num_replicas: groups of its devices, each with examples of its own.
       mesh: sizes of the axes of a replica's mesh, by name.
-      shares: what these axes split; None if that is not known.
+      shares: the work that these axes split; None if it is not known.
     """
 
     num_replicas: int
@@ -70,16 +69,16 @@ class StageShape:
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
-    """What the first line of a plan speaks of.
+    """The properties of a plan that its first line names.
 
     Attributes:
       stages: in the order of the forward phase; a plan of one program has one.
-      schedule: of the pipeline; empty without one.
-      microbatches: in how many the step goes through its batch.
+      schedule: schedule of the pipeline; empty without one.
+      microbatches: number of microbatches of a step.
       retention: as in `Decisions`.
       arguments: as in `Decisions`.
-      attention: the number of devices of the ring in which attention runs; 1 if it runs in blocks on each device, 0 if it
-        stays as it is.
+      attention: the number of devices of the ring in which attention runs; 1 if it runs in blocks on each device, 0 if
+        it stays as it is.
     """
 
     stages: tuple[StageShape, ...]
@@ -144,12 +143,12 @@ def _attention(num_devices: int) -> list[str]:
 
 
 def _sharing_of_stages(stages: Sequence[StageShape]) -> str:
-    said: dict[str, list[int]] = {}
+    texts: dict[str, list[int]] = {}
     for n, stage in enumerate(stages):
-        said.setdefault(sharing(stage), []).append(n)
-    if len(said) == 1:
-        return next(iter(said))
-    return "; ".join(f"stage{'s' * (len(n) > 1)} {_numbers(n)}: {words}" for words, n in said.items())
+        texts.setdefault(sharing(stage), []).append(n)
+    if len(texts) == 1:
+        return next(iter(texts))
+    return "; ".join(f"stage{'s' * (len(n) > 1)} {_numbers(n)}: {words}" for words, n in texts.items())
 
 
 def _numbers(numbers: Sequence[int]) -> str:
@@ -169,9 +168,9 @@ def sharing(stage: StageShape) -> str:
     for use in uses:
         words = axis_words(use)
         sizes[words] = sizes.get(words, 1) * use.size
-    said = [words.format(size) for words, size in sizes.items()]
+    texts = [words.format(size) for words, size in sizes.items()]
     tables = [use for use in uses if use.tables >= MOST and use.examples >= NAMED]
-    return " x ".join(said) + "".join(f", tables split over {use.size}" for use in tables) or "one device"
+    return " x ".join(texts) + "".join(f", tables split over {use.size}" for use in tables) or "one device"
 
 
 def axis_words(use: AxisUse) -> str:
@@ -200,7 +199,7 @@ DATA_PARALLEL = "data parallel"
 
 
 def _batch_words(use: AxisUse) -> str:
-    """The kind of data parallelism, by what rests split."""
+    """The kind of data parallelism, by the state that is split."""
     if use.gathered >= MOST and use.regathered >= MOST:
         return "FSDP"
     if use.gathered >= MOST or use.optimizer_state >= MOST:
@@ -210,14 +209,14 @@ def _batch_words(use: AxisUse) -> str:
 
 def _memory_savers(plan: PlanShape) -> list[str]:
     """Recomputation, updates by rows, and arrays on the host."""
-    said = _recomputed(plan)
+    texts = _recomputed(plan)
     if any(name.startswith(ROW_READ) for s in plan.stages if s.shares for name in s.shares.runs):
-        said.append("tables updated by rows")
+        texts.append("tables updated by rows")
     if any("offload" in text for text in plan.retention.values()):
-        said.append("residuals offloaded")
+        texts.append("residuals offloaded")
     if any(spec.endswith("on host") for spec in plan.arguments.values()):
-        said.append("state on the host")
-    return said
+        texts.append("state on the host")
+    return texts
 
 
 def _recomputed(plan: PlanShape) -> list[str]:

@@ -23,7 +23,7 @@ NUM_OPS = 16
 """Ops in a profile: a Transformer's layer has six products in each of its two phases, and there is the head."""
 
 DIGITS = 3
-"""Of a share of a slice."""
+"""Digits of a share of a slice."""
 
 UNIT_BYTES = 2**20
 """Bytes are rounded to this unit, which no chart shows."""

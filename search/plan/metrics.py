@@ -62,13 +62,13 @@ def tokens(outline: Outline) -> int:
 
 def _arrays(outline: Outline) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The dtypes and shapes of the batch's arrays."""
-    for said in outline.arguments.values():
-        if found := _BATCH.fullmatch(said):
+    for text in outline.arguments.values():
+        if found := _BATCH.fullmatch(text):
             yield found[1], tuple(map(int, found[2].split(",")))
 
 
 def _predicted(plan: PlanValues, known: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """The predictions, and what the compiler and the solver found."""
+    """The predictions, and the results of the compiler and the solver."""
     estimates = plan.estimates
     yield "predicted_step_s", estimates.step_s
     yield from _throughput(plan, known)

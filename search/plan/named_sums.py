@@ -49,7 +49,7 @@ def named_sums(paths: ReshardPaths, in_sums: Collection[tuple[int, int]]) -> Map
         is_product = op.name == PRODUCT and (paths.folded.class_of[i], 0) not in in_sums
         is_look_up = op.name == LOOK_UP and _may_shift(paths.program.values[op.operands[1]])
         if (is_product or is_look_up) and _is_lost(paths, i):
-            (reductions,) = dict.fromkeys(map(_reductions, _ways(paths, i)))
+            (reductions,) = dict.fromkeys(map(_reductions, _paths(paths, i)))
             found[op.results[0]] = reductions
     return found
 
@@ -59,12 +59,12 @@ def _is_lost(paths: ReshardPaths, i: int) -> bool:
     begin alike and split evenly."""
     if PARTIAL not in paths.made(paths.program.ops[i].results[0]):
         return False
-    ways = list(_ways(paths, i))
-    num_axes, reductions = len(paths.costed.resharder.mesh.shape), dict.fromkeys(map(_reductions, ways))
+    found = list(_paths(paths, i))
+    num_axes, reductions = len(paths.costed.resharder.mesh.shape), dict.fromkeys(map(_reductions, found))
     is_look_up = paths.program.ops[i].name == LOOK_UP
     is_lost = any(
-        _is_joined(way, num_axes) or _is_sliced(way) or (is_look_up and _num_scattered(way) > 0)
-        for way in ways
+        _is_joined(path, num_axes) or _is_sliced(path) or (is_look_up and _num_scattered(path) > 0)
+        for path in found
     )
     return is_lost and len(reductions) == 1 and all(_is_even(paths, i, path) for path in reductions)
 
@@ -74,7 +74,7 @@ def _may_shift(indices: Value) -> bool:
     return np.issubdtype(indices.dtype, np.signedinteger) and indices.dtype.itemsize >= INDEX_BYTES
 
 
-def _ways(paths: ReshardPaths, i: int) -> Iterator[ReshardPath]:
+def _paths(paths: ReshardPaths, i: int) -> Iterator[ReshardPath]:
     """The path of an op's result to each of its readers."""
     (v,) = paths.program.ops[i].results
     for reader in paths.program.uses.get(v, ()):
@@ -83,26 +83,26 @@ def _ways(paths: ReshardPaths, i: int) -> Iterator[ReshardPath]:
                 yield (*paths.to_rest(v), *paths.to_reader(reader, operand).path)
 
 
-def _reductions(way: ReshardPath) -> ReshardPath:
-    return tuple(takewhile(_reduces, way))
+def _reductions(path: ReshardPath) -> ReshardPath:
+    return tuple(takewhile(_reduces, path))
 
 
 def _reduces(step: ReshardStep) -> bool:
     return step.kind in REDUCTIONS
 
 
-def _num_scattered(way: ReshardPath) -> int:
-    return sum(step.kind == "reduce-scatter" for step in way)
+def _num_scattered(path: ReshardPath) -> int:
+    return sum(step.kind == "reduce-scatter" for step in path)
 
 
-def _is_joined(way: ReshardPath, num_axes: int) -> bool:
-    is_in_turn = len(_reductions(way)) > 1 and _num_scattered(way) > 0
+def _is_joined(path: ReshardPath, num_axes: int) -> bool:
+    is_in_turn = len(_reductions(path)) > 1 and _num_scattered(path) > 0
     return is_in_turn and num_axes >= AXES_THAT_ARE_JOINED
 
 
-def _is_sliced(way: ReshardPath) -> bool:
-    behind = way[len(_reductions(way)) :]
-    return bool(behind) and behind[0].kind == SLICE and _num_scattered(way) > 0
+def _is_sliced(path: ReshardPath) -> bool:
+    behind = path[len(_reductions(path)) :]
+    return bool(behind) and behind[0].kind == SLICE and _num_scattered(path) > 0
 
 
 def _is_even(paths: ReshardPaths, i: int, reductions: ReshardPath) -> bool:

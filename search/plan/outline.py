@@ -35,7 +35,7 @@ class Outline:
     ops: Mapping[str, Count]
 
     def difference(self, other: "Outline") -> str:
-        """In words, how this step differs from another one, as far as outlines tell."""
+        """The differences of this step from another one in words, as far as outlines tell."""
         found = (*_arguments(self, other), *_results(self, other), *_ops(self, other))
         return "; ".join(found) or (
             "arguments, results and the number of ops are as there; shapes, parameters or the order of ops differ"
@@ -53,7 +53,7 @@ def _arguments(new: Outline, old: Outline) -> Iterator[str]:
     both = [
         (name, new.arguments[name], old.arguments[name]) for name in new.arguments if name in old.arguments
     ]
-    split = [(name, *said.rpartition(" ")[::2], *before.rpartition(" ")[::2]) for name, said, before in both]
+    split = [(name, *text.rpartition(" ")[::2], *before.rpartition(" ")[::2]) for name, text, before in both]
     retyped = [f"{name} is {is_} instead of {was}" for name, is_, _, was, _ in split if is_ != was]
     recast = [
         f"the role of {name} is {role} instead of {before}"
@@ -81,9 +81,9 @@ def _results(new: Outline, old: Outline) -> Iterator[str]:
 
 
 def _counted(new: Mapping[str, str], old: Mapping[str, str], verb: str, noun: str) -> Iterator[str]:
-    """What is there on one side only: `it returns 1 result more: result[2] (float32[])`."""
+    """The names on one side only: `it returns 1 result more: result[2] (float32[])`."""
     for ours, theirs, than in ((new, old, "more"), (old, new, "fewer")):
-        alone = [f"{name} ({said.partition(' ')[0]})" for name, said in ours.items() if name not in theirs]
+        alone = [f"{name} ({text.partition(' ')[0]})" for name, text in ours.items() if name not in theirs]
         if alone:
             yield f"{verb} {plural(len(alone), noun)} {than}: {_some(alone)}"
 
@@ -99,6 +99,6 @@ def _ops(new: Outline, old: Outline) -> Iterator[str]:
         yield f"it has {_some(changed)}"
 
 
-def _some(said: Sequence[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     """The first few, and the number of others."""
-    return ", ".join([*said[:MAX_NAMES], *([f"{len(said) - MAX_NAMES} more"] * (len(said) > MAX_NAMES))])
+    return ", ".join([*names[:MAX_NAMES], *([f"{len(names) - MAX_NAMES} more"] * (len(names) > MAX_NAMES))])

@@ -53,7 +53,7 @@ class Plan(PlanValues):
 
     Attributes:
       step: the step function's name.
-      fingerprint: of the traced step.
+      fingerprint: fingerprint of the traced step.
       jax: the JAX version that traced it.
       cluster: the cluster, as its JSON file would say it.
       groups: names of the cluster's groups of nodes, in the order in which stages stand on them; of several kinds alone.
@@ -191,11 +191,11 @@ class Plan(PlanValues):
 
     def __repr__(self) -> str:
         """One line: the kind of plan, its step and cluster, and its predictions unless it was edited."""
-        said = f"{plan_title(self)}; step {self.step!r} on {self.cluster.get('name', 'a cluster')}"
+        title = f"{plan_title(self)}; step {self.step!r} on {self.cluster.get('name', 'a cluster')}"
         if self.is_edited:
-            return f"<Plan: {said}; edited by hand>"
+            return f"<Plan: {title}; edited by hand>"
         taken = f"{format_seconds(self.estimates.step_s)}, {format_bytes(self.estimates.peak_bytes)}"
-        return f"<Plan: {said}; {taken}>"
+        return f"<Plan: {title}; {taken}>"
 
     def _repr_html_(self) -> str:
         """The report, as notebooks show it."""
@@ -214,8 +214,8 @@ class Plan(PlanValues):
     @property
     def _decided(self) -> str:
         """The part of the plan's file that the program depends on."""
-        said = {key: value for key, value in self.to_json().items() if key not in NO_DECISIONS}
-        return json.dumps(said, sort_keys=True)
+        decided = {key: value for key, value in self.to_json().items() if key not in NO_DECISIONS}
+        return json.dumps(decided, sort_keys=True)
 
 
 def _check_schema(values: Mapping[str, Any], place: str) -> None:
@@ -259,9 +259,9 @@ def _checked(plan: Plan, place: str) -> Plan:
 def _check_pins(pins: Any, place: str) -> None:
     if not isinstance(pins, dict):
         raise PlanError(f"{place}: options.pin must be an object, got {json.dumps(pins)[:60]}")
-    for name, said in cast(dict[str, Any], pins).items():
-        if not isinstance(said, str):
-            raise PlanError(f"{place}: options.pin.{name} must be text, got {json.dumps(said)[:60]}")
+    for name, spec in cast(dict[str, Any], pins).items():
+        if not isinstance(spec, str):
+            raise PlanError(f"{place}: options.pin.{name} must be text, got {json.dumps(spec)[:60]}")
 
 
 def json_schema() -> dict[str, Any]:

@@ -26,7 +26,7 @@ SCHEMA = "autoshard.plan/2"
 NOT_SAVED = ("search_s", "is_sealed")
 """Fields of a plan that its file does not have."""
 
-WANTED = MappingProxyType(
+EXPECTED = MappingProxyType(
     {
         "string_type": "text",
         "int_type": "a whole number",
@@ -85,7 +85,7 @@ def read[Kind: PlanValues](data: Mapping[str, Any], kind: type[Kind], place: str
         return _adapter(kind).validate_json(json.dumps(kept))
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
-        raise PlanError(_said(first["type"], first["loc"], first["input"], first["msg"], place)) from None
+        raise PlanError(_message(first["type"], first["loc"], first["input"], first["msg"], place)) from None
 
 
 def described(kind: type[PlanValues]) -> dict[str, Any]:
@@ -115,10 +115,10 @@ def _explain(schema: dict[str, Any], kind: type) -> None:
     """Describes a class and its keys as its docstring does."""
     words, _, attributes = cleandoc(kind.__doc__ or "").partition("Attributes:\n")
     lines = re.sub(r"\n {4,}", " ", attributes.partition("\n\n")[0])
-    said = dict(re.findall(r"^ {2}(\w+): (.*)$", lines, re.MULTILINE))
+    descriptions = dict(re.findall(r"^ {2}(\w+): (.*)$", lines, re.MULTILINE))
     schema["description"] = words.strip()
     for name, one in schema["properties"].items():
-        one["description"] = f"{said[name][:1].upper()}{said[name][1:]}"
+        one["description"] = f"{descriptions[name][:1].upper()}{descriptions[name][1:]}"
 
 
 def _dataclasses(kind: type) -> dict[str, type]:
@@ -133,11 +133,11 @@ def _dataclasses(kind: type) -> dict[str, type]:
     return found
 
 
-def _said(kind: str, path: Sequence[int | str], value: Any, message: str, place: str) -> str:
+def _message(kind: str, path: Sequence[int | str], value: Any, message: str, place: str) -> str:
     where = f"{place}: {_joined(path)}" if path else place
     if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{where} is missing"
-    wanted = f"must be {WANTED[kind]}" if kind in WANTED else f"is not as it should be ({message})"
+    wanted = f"must be {EXPECTED[kind]}" if kind in EXPECTED else f"is not as it should be ({message})"
     return f"{where} {wanted}, got {json.dumps(value)[:60]}"
 
 

@@ -95,7 +95,7 @@ def _around(problem: Problem) -> list[list[Edge]]:
     around: list[list[Edge]] = [[] for _ in problem.node_cost_s]
     for edge in problem.edges:
         around[edge.u].append(edge)
-        around[edge.v].append(edge.turned())
+        around[edge.v].append(edge.transposed())
     return around
 
 

@@ -1,13 +1,12 @@
-"""What is recomputed or waits on the host, in words, and words as sites.
+"""Recomputed and offloaded values as text, and text as sites.
 
-A plan names what is recomputed by class, as its other decisions: the key is the op's phase, scope and primitive, numbers
-replaced by `*` where it stands for several; the value says `remat`, and of which of the class's ops, in program order, if
-not of all: `remat 0-11, 20 of 48`. `offload` says that what they make waits in the host's memory.
+A plan names recomputed ops by class, like its other decisions. The key is the op's phase, scope and primitive, with `*`
+for numbers if it represents several ops. The value is `remat`; if it is not for all ops of the class, it has their
+numbers in program order: `remat 0-11, 20 of 48`. `offload` keeps the ops' results in the host's memory.
 
-Of a loop, `remat in segments of 512, 64` says that it is cut into segments of 512 iterations, and these into segments of 64,
-which recompute their residuals (`search.memory.loop_segments`); `before 3072` behind it, that iterations from there on keep
-theirs. `offload` is said of its carries. A residual that the plan does not name is kept where
-it is needed.
+For a loop, `remat in segments of 512, 64` cuts it into segments of 512 iterations, and these into segments of 64, which
+recompute their residuals (`search.memory.loop_segments`). With `before 3072`, iterations from there on keep theirs.
+`offload` of a loop is for its carries. A residual without a decision is kept on the device.
 """
 
 import re
@@ -18,7 +17,7 @@ from itertools import groupby
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.graph import Graph, Phase, Site, walk
 from autoshard.search.memory.loop_offload import may_leave_loop
-from autoshard.search.memory.loop_segments import Segments, check_segments, cut_loop, segments_site
+from autoshard.search.memory.loop_segments import LoopSegments, check_segments, cut_loop, segments_site
 from autoshard.search.plan.names import scoped_name, unique
 from autoshard.search.problem.folding import FoldedProgram
 
@@ -27,32 +26,32 @@ _SOME = re.compile(r"(?:remat|offload) (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*) of (\d+
 _IN_SEGMENTS = re.compile(r"(remat(?: [\d, -]+ of \d+)?) in segments of (\d+(?:, \d+)*)(?: before (\d+))?")
 
 _NO_RESULTS = ("input", "output", "enter", "slice")
-"""Boundaries that stand for no result of an op."""
+"""Boundaries that represent no result of an op."""
 
 
 class CoarseError(Exception):
-    """A plan recomputes some of the ops for which one stands in a step that was shortened, and keeps others."""
+    """A plan recomputes only some of the ops that one op of a shortened step represents."""
 
 
 class RetentionCodec:
-    """The words of one folded program."""
+    """The texts of one folded program."""
 
     def __init__(self, folded: FoldedProgram) -> None:
         self._folded = folded
 
     @cached_property
     def sites(self) -> dict[str, tuple[Site, ...]]:
-        """By name: where the forward ops of a class stand, in program order."""
+        """By name, the sites of the forward ops of a class, in program order."""
         return {name: tuple(here) for name, here in self._numbers.items()}
 
     @cached_property
     def _graphs(self) -> dict[Site, Graph]:
-        """By path, the graphs of the step."""
+        """The graphs of the step, by path."""
         return dict(walk(self._folded.program.step.graph))
 
     @cached_property
     def _numbers(self) -> dict[str, dict[Site, range]]:
-        """By name and site: which of the class's ops it is, or stands for."""
+        """By name and site, the numbers, in its class, of the ops that it is or represents."""
         seen: dict[str, int] = {}
         known: set[Site] = set()
         found: dict[str, dict[Site, range]] = {}
@@ -74,10 +73,10 @@ class RetentionCodec:
                 found[unique(name, seen)] = _in_program_order(fresh, graphs[()])
         return found
 
-    def said(self, sites: Iterable[Site], waiting: Iterable[Site] = ()) -> dict[str, str]:
-        """The decisions that recompute some sites, and keep what others make on the host."""
-        asked = _asked(sites, waiting)
-        said: dict[str, str] = {}
+    def decisions(self, sites: Iterable[Site], offloaded: Iterable[Site] = ()) -> dict[str, str]:
+        """The decisions that recompute some sites, and keep the results of others on the host."""
+        asked = _asked(sites, offloaded)
+        texts: dict[str, str] = {}
         for name, here in self._numbers.items():
             count = sum(map(len, here.values()))
             for (how, suffix), left in asked.items():
@@ -85,20 +84,20 @@ class RetentionCodec:
                 if members:
                     some = f" {_ranges(members)} of {count}" if len(members) < count else ""
                     one = f"{how}{some}{suffix}"
-                    said[name] = f"{said[name]}; {one}" if name in said else one
+                    texts[name] = f"{texts[name]}; {one}" if name in texts else one
                     left.difference_update(here)
         assert not any(asked.values()), f"no class has the sites {asked}"
-        return said
+        return texts
 
-    def read(self, said: Mapping[str, str], place: str) -> tuple[frozenset[Site], frozenset[Site]]:
-        """The sites that decisions recompute, and those of which they keep what they make on the host.
+    def read(self, texts: Mapping[str, str], place: str) -> tuple[frozenset[Site], frozenset[Site]]:
+        """The sites that decisions recompute, and those whose results they keep on the host.
 
         Raises:
-          PlanError: a decision names no op of this step, or says something else than what to do with it.
-          CoarseError: it tells apart what one op stands for.
+          PlanError: a decision names no op of this step, or its text is not possible.
+          CoarseError: a decision separates ops that one op represents.
         """
         found: dict[str, set[Site]] = {"remat": set(), "offload": set()}
-        for name, text in said.items():
+        for name, text in texts.items():
             if name not in self._numbers:
                 raise PlanError(f"{place}: retention {name!r} names no forward op of this step")
             here = self._numbers[name]
@@ -120,8 +119,8 @@ class RetentionCodec:
                 found[how].update(some)
         return frozenset(found["remat"]), frozenset(found["offload"])
 
-    def _cut(self, loop: Site, segments: Segments, place: str) -> Site:
-        """The site of a loop's cut into segments.
+    def _cut(self, loop: Site, segments: LoopSegments, place: str) -> Site:
+        """The site of a loop that is cut into segments.
 
         Raises:
           PlanError: it cannot be cut so.
@@ -130,36 +129,36 @@ class RetentionCodec:
         return segments_site(loop, segments)
 
 
-def _asked(sites: Iterable[Site], waiting: Iterable[Site]) -> dict[tuple[str, str], set[Site]]:
-    """By decision (what is done, in which segments): the ops that it is of."""
-    asked: dict[tuple[str, str], set[Site]] = {("remat", ""): set(), ("offload", ""): set(waiting)}
+def _asked(sites: Iterable[Site], offloaded: Iterable[Site]) -> dict[tuple[str, str], set[Site]]:
+    """By kind of decision, with its segments: the ops that it is for."""
+    asked: dict[tuple[str, str], set[Site]] = {("remat", ""): set(), ("offload", ""): set(offloaded)}
     for site in sites:
         loop, segments = cut_loop(site)
-        asked.setdefault(("remat", _said(segments) if segments else ""), set()).add(loop)
+        asked.setdefault(("remat", _segments_text(segments) if segments else ""), set()).add(loop)
     return dict(sorted(asked.items(), reverse=True))
 
 
-def _said(segments: Segments) -> str:
+def _segments_text(segments: LoopSegments) -> str:
     end = "" if segments.end is None else f" before {segments.end}"
     return f" in segments of {', '.join(map(str, segments.lengths))}{end}"
 
 
-def _without_segments(text: str) -> tuple[str, Segments | None]:
-    """A decision without the segments that it names, and these."""
+def _without_segments(text: str) -> tuple[str, LoopSegments | None]:
+    """A decision without its segments, and the segments."""
     match = _IN_SEGMENTS.fullmatch(text)
     if match is None:
         return text, None
-    return match[1], Segments(tuple(map(int, match[2].split(", "))), int(match[3]) if match[3] else None)
+    return match[1], LoopSegments(tuple(map(int, match[2].split(", "))), int(match[3]) if match[3] else None)
 
 
 def _in_program_order(repeats: Mapping[Site, int], graph: Graph) -> dict[Site, range]:
-    """By site, which ops of the whole step it is, or stands for: where a block that stands for several has more than one op
-    of a class, these take turns in each of its likes."""
+    """By site, the numbers of the ops of the whole step that it is or represents. If a block that represents several
+    has more than one op of a class, these take turns in each of the blocks."""
 
     def block_of(site: Site) -> int | Site:
         index: int = site[0]
         op = graph.ops[index]
-        return site if op.likes is None or op.likes.place is None else op.likes.block
+        return site if op.equivalence is None or op.equivalence.place is None else op.equivalence.block
 
     found: dict[Site, range] = {}
     start = 0
@@ -172,10 +171,10 @@ def _in_program_order(repeats: Mapping[Site, int], graph: Graph) -> dict[Site, r
 
 
 def _standing_for(members: Collection[int], here: Mapping[Site, range]) -> Iterator[Site]:
-    """The sites that stand for some of a class's ops.
+    """The sites that represent some of a class's ops.
 
     Raises:
-      CoarseError: one stands for others too.
+      CoarseError: one represents others, too.
     """
     wanted = set(members)
     for site, numbers in here.items():
@@ -197,7 +196,7 @@ def _ranges(members: list[int]) -> str:
 
 
 def _members(text: str, count: int) -> list[int] | None:
-    """Which of a class's ops a decision means; None where it makes no sense."""
+    """The numbers in its class of the ops that a decision is for; None if it makes no sense."""
     if text in ("remat", "offload"):
         return list(range(count))
     match = _SOME.fullmatch(text)

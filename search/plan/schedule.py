@@ -1,9 +1,9 @@
-"""A pipeline's schedule: what each worker does, in which order.
+"""A pipeline's schedule: the tasks of each worker, in order.
 
-The step's layers are cut into *stages*, the batch into *microbatches*, and a stage's work on a microbatch into *tasks*: its
-forward pass, its backward pass, and, where a schedule splits these, the part of the backward pass that only weight gradients
-need. A *worker* is a group of devices (a submesh) that runs one task at a time, in the order written here. Between workers
-nothing is ordered but by data:
+The step's layers are cut into *stages*, the batch into *microbatches*, and a stage's work on a microbatch into *tasks*:
+its forward pass, its backward pass, and, if a schedule splits these, the part of the backward pass that only weight
+gradients need. A *worker* is a group of devices (a submesh) that runs one task at a time, in the order written here.
+Between workers, only data orders tasks:
 
     forward of stage s             reads the forward of stage s-1,
     backward of stage s            reads the forward of stage s and the backward of stage s+1,
@@ -11,16 +11,17 @@ nothing is ordered but by data:
 
 each of the same microbatch. So a schedule is data, one executor runs any of them and one simulator prices any.
 
-A worker may hold several stages (interleaved 1F1B, ZB-V and DualPipe-V: virtual stages), and a stage may stand on several
-workers (Chimera's two directions): then each holds a copy of its weights, and their gradients are summed before the update.
-All tasks of a stage and a microbatch are on one worker, as residuals stay where they are made.
+A worker may hold several stages (interleaved 1F1B, ZB-V and DualPipe-V: virtual stages), and a stage may stand on
+several workers (Chimera's two directions): then each holds a copy of its weights, and their gradients are summed before
+the update. All tasks of a stage and a microbatch are on one worker, as residuals stay where they are made.
 
-One update follows all tasks: these schedules are synchronous, and give the numbers of a single device. An asynchronous one
-(PipeDream, 2BW) needs no other field than a task's `kind`: an `update` among the tasks of a worker says where the weights
-change; a forward pass reads those of the last update before it, its backward pass the same, and how many versions a worker
-stashes is counted from the order.
+One update follows all tasks: these schedules are synchronous, and give the numbers of a single device. An asynchronous
+one (PipeDream, 2BW) needs no other field than a task's `kind`. An `update` among the tasks of a worker says where the
+weights change. A forward pass and its backward pass read the weights of the last update before the forward pass, and
+the order gives the number of versions that a worker stashes.
 
-Words of a task: `F2.5` is the forward pass of stage 2 on microbatch 5, `B2.5` the backward pass, `W2.5` the weight gradient.
+A task is written `F2.5` for the forward pass of stage 2 on microbatch 5, `B2.5` for the backward pass, `W2.5` for the
+weight gradient.
 """
 
 from collections.abc import Iterator
@@ -52,8 +53,8 @@ class Task:
 
     Attributes:
       stage: in the order of the forward pass.
-      microbatch: of the batch.
-      kind: where the schedule does not split the backward pass, `backward` makes the weight gradients too.
+      microbatch: the number of the microbatch.
+      kind: its kind. If the schedule does not split the backward pass, `backward` makes the weight gradients, too.
     """
 
     stage: int
@@ -76,17 +77,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what when.
+    """The tasks of each worker, in order.
 
     Attributes:
-      name: of its family, such as `1f1b`.
-      num_stages: in how many the layers are cut.
-      num_microbatches: in how many the batch is cut.
-      workers: per worker: its tasks, in order.
+      name: name of its family, such as `1f1b`.
+      num_stages: number of stages.
+      num_microbatches: number of microbatches.
+      workers: per worker, its tasks in order.
       splits_backward: whether weight gradients are tasks of their own.
 
     Raises:
-      PlanError: a task of no such stage, microbatch or kind.
+      PlanError: a task has no such stage, microbatch or kind.
 
     Example:
       >>> F, B = TaskKind.FORWARD, TaskKind.BACKWARD
@@ -139,7 +140,7 @@ class Schedule:
 
     @cached_property
     def worker_of(self) -> dict[Task, int]:
-        """Where each task is run."""
+        """The worker of each task."""
         return {task: worker for worker, task in self.tasks()}
 
     @cached_property

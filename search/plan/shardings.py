@@ -18,7 +18,7 @@ is also imposed on a sum that stays partial over fewer axes than its terms. The 
 one by one, and the sum is reduced once.
 
 A loop's sum is said to be whole, in the loop and behind it: the compiler reduces it once, behind the loop. A barrier
-that waits for such a sum, or for a term of a sum, waits for each device's terms (`search.plan.waited_terms`).
+that waits for such a sum, or for a term of a sum, waits for each device's terms (`search.plan.barrier_terms`).
 
 If constraints cannot lead the compiler to a product's plan, its terms are summed by name (`search.plan.named_sums`).
 """
@@ -29,8 +29,8 @@ from dataclasses import replace
 from autoshard.search.ir.factors import Kind
 from autoshard.search.ir.sharding import OperandReshard, Place, StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
+from autoshard.search.plan.barrier_terms import barrier_terms
 from autoshard.search.plan.named_sums import named_sums
-from autoshard.search.plan.waited_terms import waited_terms
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.folding import Dependency
@@ -63,7 +63,7 @@ class _Spelling:
             if node_of[d.producer] != node_of[d.consumer]
         }
         self.summed = {(d.producer, d.result) for d in self.folded.dependencies if self._is_summed(d)}
-        self.waited = waited_terms(self.paths)
+        self.waited = barrier_terms(self.paths)
         on_shards = {v: way for v, way in self.waited.items() if way is not None}
         self.named_sums = {**named_sums(self.paths, self.summed), **on_shards}
 
@@ -83,9 +83,9 @@ class _Spelling:
                 if self.program.values[v].shape and self._decides(op, op_class, r):
                     named = self.named_sums.get(v)
                     made = self.paths.made(v)
-                    imposed = self._imposed(op_class, r, made) if named is None else (made,)
+                    constrained = self._constrained_specs(op_class, r, made) if named is None else (made,)
                     way = self.paths.to_rest(v) or named or ()
-                    specs = (*imposed, *(step.after for step in way if step.is_imposed))
+                    specs = (*constrained, *(step.after for step in way if step.is_constrained))
                     if specs:
                         found |= dict.fromkeys(places, specs)
                     if v in self.waited:
@@ -107,7 +107,7 @@ class _Spelling:
         is_split = any(d > WHOLE for spec in specs for d in spec)
         return is_split and all(divides(s, n, self.mesh_shape) for s, n in zip(specs, shapes, strict=True))
 
-    def _imposed(self, op_class: int, result: int, made: Spec) -> tuple[Spec, ...]:
+    def _constrained_specs(self, op_class: int, result: int, made: Spec) -> tuple[Spec, ...]:
         return (made,) if made.count(PARTIAL) <= 1 or (op_class, result) in self.summed else ()
 
     def _decides(self, op: FlatOp, op_class: int, result: int) -> bool:
@@ -120,7 +120,7 @@ class _Spelling:
         for i, op in enumerate(self.program.ops):
             for operand, place in enumerate(op.operand_places):
                 reshard = self._left(op.operands[operand], self.paths.to_reader(i, operand))
-                if any(s.is_imposed for s in reshard.path):
+                if any(s.is_constrained for s in reshard.path):
                     found[place] = reshard
             for v, place in op.after:
                 if (read := self.paths.first_read(v)) is not None:

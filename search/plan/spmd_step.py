@@ -28,14 +28,14 @@ class Segment:
       graph: the ops.
       reads: the value of each input of the graph.
       makes: the value of each output of the graph.
-      wanted: values of `makes` that other parts read.
+      exported: values of `makes` that other parts read.
       sums: values of `makes` that are added up over microbatches, each with the sum that it is added to.
     """
 
     graph: Graph
     reads: tuple[int, ...]
     makes: tuple[int, ...]
-    wanted: frozenset[int]
+    exported: frozenset[int]
     sums: Mapping[int, int]
 
 
@@ -48,7 +48,7 @@ class LayerLoop:
       ahead: makes the cheap operands of the loop anew for each microbatch, from `reads`.
       reads: the value of each input of `ahead`.
       makes: the value of each output of `ahead`.
-      wanted: results of the loop that other parts read.
+      exported: results of the loop that other parts read.
       sums: results of the loop that are added up over microbatches, each with the sum that it is added to.
     """
 
@@ -56,7 +56,7 @@ class LayerLoop:
     ahead: Graph
     reads: tuple[int, ...]
     makes: tuple[int, ...]
-    wanted: frozenset[int]
+    exported: frozenset[int]
     sums: Mapping[int, int]
 
 

@@ -1,6 +1,5 @@
-"""A plan as an expert would sum it up: what `print(plan)` shows."""
+"""The summary of a plan, in the words of an expert: the text of `print(plan)`."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import prod
@@ -19,23 +18,28 @@ from autoshard.cost_model.units import (
 )
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.search.plan.argument_lines import argument_lines
+from autoshard.search.plan.certificate import certificate, certified_gap
 from autoshard.search.plan.edits import edited, is_edited, num_deleted
 from autoshard.search.plan.executors import EXECUTORS, JIT, SPMD
 from autoshard.search.plan.headline import HEAVY, PlanShape, StageShape, headline
 from autoshard.search.plan.metrics import metrics
-from autoshard.search.plan.peak_band import HasPeaks, band, is_known, may_exceed
-from autoshard.search.plan.text_table import Row, aligned, fitted, more_of, plural, search_time
+from autoshard.search.plan.peak_lines import peak_lines
+from autoshard.search.plan.text_table import (
+    LINES_OF_A_LIST,
+    NAMES_IN_A_LINE,
+    Row,
+    aligned,
+    fitted,
+    more_of,
+    percent,
+    plural,
+    search_time,
+)
 from autoshard.search.plan.values import Collective, Estimates, PlanValues, StageEstimates
 from autoshard.search.plan.work_shares import WorkShares
 
-_MAX_OP_LINES = 8
-"""Lines for matrix products and for other lists of ops: a Transformer's layer has six products."""
-
-_MAX_EDITS = 4
-"""Names of decisions in one line. Source: a choice of ours."""
-
 _LABEL_WIDTH = len("compiler")
-"""Of labels such as `step` and `mesh`; none is longer."""
+"""Width of labels such as `step` and `mesh`; none is longer."""
 
 _FORWARD = "forward "
 """The beginning of the name of a forward op."""
@@ -80,7 +84,7 @@ def _answer(plan: PlanValues, cluster: AnyCluster) -> list[str]:
         plan_title(plan),
         _time_line(numbers, cluster.caveat),
         *_rate_line(numbers),
-        *_peaks(plan, cluster),
+        *peak_lines(plan, cluster),
         certified_gap(plan),
     ]
 
@@ -104,12 +108,12 @@ def _estimated(plan: PlanValues) -> list[list[str]]:
 
 def _time_line(numbers: Mapping[str, float], caveat: str) -> str:
     """The predicted step time, its MFU and, of a pipeline, its bubble; and the cluster's caveat."""
-    said = [f"predicted step time: {format_seconds(numbers['predicted_step_s'])}"]
+    sentences = [f"predicted step time: {format_seconds(numbers['predicted_step_s'])}"]
     if "predicted_mfu" in numbers:
-        said.append(f"MFU {_percent(numbers['predicted_mfu'], 1)}")
+        sentences.append(f"MFU {percent(numbers['predicted_mfu'], 1)}")
     if "predicted_bubble" in numbers:
-        said.append(f"bubble {numbers['predicted_bubble']:.1%}")
-    return ", ".join(said) + caveat
+        sentences.append(f"bubble {numbers['predicted_bubble']:.1%}")
+    return ", ".join(sentences) + caveat
 
 
 def _rate_line(numbers: Mapping[str, float]) -> list[str]:
@@ -122,48 +126,6 @@ def _rate_line(numbers: Mapping[str, float]) -> list[str]:
     if "model_flops" in numbers:
         done.append(f"{format_flops(numbers['model_flops']).removesuffix('/s')} of the model a step")
     return [f"predicted throughput: {', '.join(done)}"] if done else []
-
-
-def _peaks(plan: PlanValues, cluster: AnyCluster) -> list[str]:
-    """A line for each kind of node, and with several kinds one for the fullest stage as compiled."""
-    compiled = plan.estimates.compiled_peak_bytes
-    if not plan.groups:
-        return [_memory_line(plan.estimates, plan.memory_bytes, cluster.platform)]
-    lines, taken = list[str](), [*zip(plan.estimates.stages, plan.stands_on, strict=True)]
-    for group, cap in zip(cluster.groups, cluster.caps(plan.memory_bytes), strict=True):
-        peak = max((stage.peak_bytes for stage, name in taken if name == group.name), default=0)
-        has_band = compiled is None and is_known(group.platform)
-        lines.append(_predicted_line(peak, cap, has_band, f" on {group.name}"))
-    if compiled is not None:
-        lines.append(f"peak memory of the fullest stage: {format_bytes(compiled)} (compiled)")
-    return lines
-
-
-def _memory_line(estimates: HasPeaks, cap_bytes: int, platform: str) -> str:
-    """The compiled peak and its share of the cap; or the predicted one, with its error band if that is known."""
-    predicted, compiled = estimates.peak_bytes, estimates.compiled_peak_bytes
-    if compiled is None:
-        return _predicted_line(predicted, cap_bytes, is_known(platform))
-    of_cap = _of_cap(compiled, cap_bytes)
-    return (
-        f"peak memory: {format_bytes(compiled)} (compiled) of {of_cap}, {format_bytes(predicted)} predicted"
-    )
-
-
-def _predicted_line(peak_bytes: int, cap_bytes: int, has_band: bool, where: str = "") -> str:
-    """The predicted peak and its share of the cap; with its error band, and a doubt if the band crosses the cap."""
-    said = f"predicted peak memory{where}: {format_bytes(peak_bytes)} of {_of_cap(peak_bytes, cap_bytes)}"
-    if not has_band:
-        return said
-    there = band(peak_bytes)
-    doubt = "; it may not fit" if may_exceed(peak_bytes, cap_bytes) else ""
-    return (
-        f"{said}, not compiled: {format_bytes(there.least_bytes)} to {format_bytes(there.most_bytes)}{doubt}"
-    )
-
-
-def _of_cap(peak_bytes: int, cap_bytes: int) -> str:
-    return f"{format_bytes(cap_bytes)} per device ({_percent(peak_bytes, cap_bytes)})"
 
 
 # --- the parts
@@ -234,13 +196,13 @@ def _stages(plan: PlanValues) -> list[str]:
         return []
     groups = plan.stands_on or ("",) * len(plan.stages)
     has_cuts = any(stage.first_op for stage in plan.stages)
-    said = [
+    columns = [
         _stage(taken, str(stage.first_op) if has_cuts else "", plan.mesh_of(stage), group)
         for stage, taken, group in zip(plan.stages, plan.estimates.stages, groups, strict=True)
     ]
     title = ("first op" * has_cuts, "mesh", "forward", "backward", "update", "peak", "on" * bool(plan.groups))
     rows: list[Row] = [("", *title)]
-    for row, same in groupby(enumerate(said), lambda one: one[1]):
+    for row, same in groupby(enumerate(columns), lambda one: one[1]):
         numbers = [n for n, _ in same]
         rows.append((str(numbers[0]) + f"-{numbers[-1]}" * (len(numbers) > 1), *row))
     kept = [n for n in range(len(rows[0])) if any(row[n] for row in rows)]
@@ -289,12 +251,12 @@ def _compiler_options(cluster: Cluster, besides: Mapping[str, str]) -> str:
 def _edits(plan: PlanValues) -> list[str]:
     """The decisions that were edited by hand. The estimates in the file are those of other decisions."""
     names = [name or table for table, name in edited(plan)]
-    shown = ", ".join(names[:_MAX_EDITS]) + ", ..." * (len(names) > _MAX_EDITS)
+    shown = ", ".join(names[:NAMES_IN_A_LINE]) + ", ..." * (len(names) > NAMES_IN_A_LINE)
     deleted = num_deleted(plan)
-    said = (
+    edits = (
         f"{plural(len(names), 'decision')} edited by hand: {shown}" if names else "decisions deleted by hand"
     )
-    return [said if names or deleted else EDITED, UNPRICED]
+    return [edits if names or deleted else EDITED, UNPRICED]
 
 
 def _place(model: MeshModel, axis: int) -> str:
@@ -313,12 +275,12 @@ def _ops(ops: Mapping[str, str], shares: WorkShares | None) -> list[str]:
         (name.removeprefix(_FORWARD), f"{runs[name]}x" if name in runs else "", text)
         for name, text in forward.items()
     ]
-    more = more_of(len(rows[_MAX_OP_LINES:]), "kind")
+    more = more_of(len(rows[LINES_OF_A_LIST:]), "kind")
     others = plural(len(heavy) - len(forward), "kind")
     title = "matrix products and lookups, forward phase"
     return [
         f"{title} ({others} in other phases)" if len(forward) < len(heavy) else title,
-        *aligned(rows[:_MAX_OP_LINES], right=(1,)),
+        *aligned(rows[:LINES_OF_A_LIST], right=(1,)),
         *more,
     ]
 
@@ -341,7 +303,7 @@ def _recomputed(retention: Mapping[str, str]) -> list[str]:
 
 
 def _cut(rows: list[tuple[str, str]]) -> list[str]:
-    return [*aligned(rows[:_MAX_OP_LINES]), *more_of(len(rows[_MAX_OP_LINES:]), "kind")]
+    return [*aligned(rows[:LINES_OF_A_LIST]), *more_of(len(rows[LINES_OF_A_LIST:]), "kind")]
 
 
 def _collectives(plan: PlanValues) -> list[str]:
@@ -395,7 +357,7 @@ def _time(plan: PlanValues) -> list[str]:
     step_s, between_s = plan.estimates.step_s, plan.estimates.between_s
     if plan.is_pipeline:
         return [f"between loops over layers: {format_seconds(between_s)} a step"] * (between_s > 0)
-    rows = [(name, format_seconds(s), _percent(s, step_s)) for name, s in time_parts(plan).items()]
+    rows = [(name, format_seconds(s), percent(s, step_s)) for name, s in time_parts(plan).items()]
     return ["time per step", *aligned(rows, right=(1, 2))]
 
 
@@ -405,60 +367,10 @@ def _memory(estimates: Estimates) -> list[str]:
         host_bytes = estimates.host_bytes
         return [f"memory on the host, per device: {format_bytes(host_bytes)}"] * bool(host_bytes)
     residents = sorted(estimates.residents.items(), key=lambda item: -item[1])
-    rows = [(kind.replace("_", " "), format_bytes(b), _percent(b, peak)) for kind, b in residents]
+    rows = [(kind.replace("_", " "), format_bytes(b), percent(b, peak)) for kind, b in residents]
     lines = ["memory at the peak, per device", *aligned(rows, right=(1, 2)), f"  at {estimates.peak_at}"]
     return (
         [*lines, f"  on the host: {format_bytes(estimates.host_bytes)} per device"]
         if estimates.host_bytes
         else lines
     )
-
-
-def certified_gap(plan: PlanValues) -> str:
-    """The gap that the solver certified, in words."""
-    if plan.gap is None and plan.is_pipeline:
-        return "certified gap: none"
-    if plan.gap is None:
-        return "certified gap: none, as these decisions were edited by hand"
-    is_proven = plan.gap < 1e-9  # the solver's own rounding
-    within = "it is the fastest" if is_proven else f"within {_rounded_up(100 * plan.gap)}% of the fastest"
-    if plan.is_pipeline:
-        return (
-            f"certified gap: {within} pipeline, as if none had a bubble, communicated or waited for its host"
-        )
-    return f"certified gap: {within} plan of its search space"
-
-
-def certificate(plan: PlanValues) -> list[str]:
-    """The plans of which the certificate of one program speaks."""
-    if plan.gap is None or plan.is_pipeline:
-        return []
-    meshes, own = ", ".join(map(format_mesh, plan.meshes)), tuple(plan.decisions.mesh.values())
-    besides = [] if own in plan.meshes else [f"  nothing is proven on its own mesh, {format_mesh(own)}"]
-    decisions = plan.decisions
-    equals = [
-        *["number of microbatches"] * (decisions.microbatches > 1),
-        *["recomputation"] * any(text.startswith("remat") for text in decisions.retention.values()),
-        *["arrays on the host"] * bool(plan.estimates.host_bytes),
-    ]
-    rows = [
-        f"  need at most {format_bytes(plan.memory_bytes)} in program order",
-        f"  are on mesh {meshes}",
-        *[f"  have its {' and '.join(equals)}"] * bool(equals),
-    ]
-    return ["the gap is certified among plans that", *rows, *besides]
-
-
-def _rounded_up(percent: float) -> str:
-    """Two digits, never less than the number, as it is certified."""
-    unit = 10.0 ** (math.floor(math.log10(percent)) - 1)
-    return f"{math.ceil(percent / unit - 1e-6) * unit:.10g}"
-
-
-# --- text
-
-
-def _percent(part: float, whole: float) -> str:
-    if whole <= 0:
-        return "-"
-    return "<1%" if 0 < part < 0.005 * whole else f"{100 * part / whole:.0f}%"

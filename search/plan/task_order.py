@@ -1,17 +1,15 @@
 """All workers' tasks in one order, in which each comes after those that it reads.
 
-Workers wait for one another only for data, so each runs ahead until it lacks something. If all wait, the orders
-contradict one another: the schedule would hang, whoever runs it. An executor that dispatches from one thread does so in
-this order; as it goes around the workers, a task of each at a time, all of them have work early.
+Workers wait for one another only for data, so each runs ahead until it lacks an operand. If all wait, their orders
+contradict one another: the schedule would hang on any executor. An executor that dispatches from one thread does so in
+this order. It goes around the workers, one task of each at a time, so all of them have work early.
 """
 
 from collections import defaultdict, deque
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.schedule import Schedule, Task
-
-MAX_SHOWN = 4
-"""Number of waiting workers in a message. Source: a choice of ours."""
+from autoshard.search.plan.text_table import NAMES_IN_A_LINE
 
 
 def task_order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
@@ -46,9 +44,9 @@ def task_order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
 
 def _refuse(schedule: Schedule, waiting: dict[Task, list[int]], at: list[Task | None]) -> None:
     """Raises the error that names the waiting workers and the tasks that they wait for."""
-    said = [f"worker {w} at {at[w]} for {task}" for task, workers in waiting.items() for w in workers]
-    more = f", and {len(said) - MAX_SHOWN} more" if len(said) > MAX_SHOWN else ""
+    waits = [f"worker {w} at {at[w]} for {task}" for task, workers in waiting.items() for w in workers]
+    more = f", and {len(waits) - NAMES_IN_A_LINE} more" if len(waits) > NAMES_IN_A_LINE else ""
     raise PlanError(
         f"schedule {schedule.name} cannot be run: these tasks wait for others that never run: "
-        f"{', '.join(said[:MAX_SHOWN])}{more}. Put each task behind those that it reads"
+        f"{', '.join(waits[:NAMES_IN_A_LINE])}{more}. Put each task behind those that it reads"
     )

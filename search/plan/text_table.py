@@ -15,6 +15,12 @@ Row = tuple[str, ...]
 WIDTH = 80
 """Columns of text if there is no terminal."""
 
+NAMES_IN_A_LINE = WIDTH // 20
+"""Names in a line or a message before it is cut short. Derived: names of some 20 characters in `WIDTH` columns."""
+
+LINES_OF_A_LIST = 24 // 3
+"""Lines of a list before it is cut short. Derived: three lists in the 24 lines of a VT100."""
+
 LEAST_WIDTH = 40
 """Smallest width to which text is broken."""
 
@@ -85,6 +91,13 @@ def more_of(count: int, what: str, indent: int = 2) -> list[str]:
 def plural(count: int, what: str, ending: str = "s") -> str:
     """A count with its noun: `1 array`, `2 arrays`; `2 microbatches` with "es"."""
     return f"{count} {what}{'' if count == 1 else ending}"
+
+
+def percent(part: float, whole: float) -> str:
+    """A share as a whole percentage: `45%`, `<1%` of a small one, `-` of nothing."""
+    if whole <= 0:
+        return "-"
+    return "<1%" if 0 < part < 0.005 * whole else f"{100 * part / whole:.0f}%"
 
 
 def search_time(search_s: Mapping[str, float]) -> list[str]:

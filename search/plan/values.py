@@ -29,7 +29,7 @@ class Collective:
     Attributes:
       kind: XLA's name: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`.
       axes: names of mesh axes.
-      count: how many run in one step.
+      count: number in one step.
       bytes: per device and step: of each, the larger of input and output.
       seconds: predicted, per step.
     """
@@ -251,7 +251,7 @@ class PlanValues:
 
     @property
     def num_replicas(self) -> int:
-        """Of each stage."""
+        """Replicas of each stage."""
         return self.stages[0].replicas
 
     @property

@@ -76,47 +76,47 @@ def find_blocks(step: Step) -> Blocks:
 def _looks(ops: Iterable[Op]) -> list[int]:
     """A number per op, shared by ops that look alike."""
     seen: dict[Any, int] = {}
-    said: dict[Any, Any] = {}
-    return [seen.setdefault(_look(op, said), len(seen)) for op in ops]
+    described: dict[Any, Any] = {}
+    return [seen.setdefault(_look(op, described), len(seen)) for op in ops]
 
 
 _WHERE_AND_WHO = frozenset({"start_indices", "limit_indices", "padding_config", "name"})
 """Parameters in which the n-th block differs from the next: the place of its part of a stacked array, its name."""
 
 
-def _look(op: Op, said: dict[Any, Any]) -> Any:
+def _look(op: Op, described: dict[Any, Any]) -> Any:
     """The look of an op: a key that ops which look alike share.
 
     Args:
       op: the op.
-      said: memo of parameters.
+      described: memo of parameters.
     """
     bodies = tuple(
         [
-            (k, tuple([tuple([_look(o, said) for o in b.ops]) for b in bodies]))
+            (k, tuple([tuple([_look(o, described) for o in b.ops]) for b in bodies]))
             for k, bodies in op.bodies.items()
         ]
     )
     read = tuple(["value" if isinstance(a, int) else (a.aval.shape, a.aval.dtype) for a in op.inputs])
-    return op.name, op.phase, read, op.result_values, _params(op, said), bodies
+    return op.name, op.phase, read, op.result_values, _params(op, described), bodies
 
 
-def _params(op: Op, said: dict[Any, Any]) -> Any:
+def _params(op: Op, described: dict[Any, Any]) -> Any:
     try:
         key = tuple(op.params.items())
-        if key not in said:
-            said[key] = tuple([(k, _said(v)) for k, v in key if k not in _WHERE_AND_WHO])
-        return said[key]
+        if key not in described:
+            described[key] = tuple([(k, _comparable(v)) for k, v in key if k not in _WHERE_AND_WHO])
+        return described[key]
     except TypeError:  # a parameter that cannot be hashed
-        return tuple([(k, _said(v)) for k, v in op.params.items() if k not in _WHERE_AND_WHO])
+        return tuple([(k, _comparable(v)) for k, v in op.params.items() if k not in _WHERE_AND_WHO])
 
 
-def _said(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """A parameter as far as it can be compared; the type of one that is code."""
     if callable(value) or hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         return type(value).__name__
     if isinstance(value, tuple | list):
-        return tuple(map(_said, value))
+        return tuple(map(_comparable, value))
     try:
         hash(value)
     except TypeError:

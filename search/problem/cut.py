@@ -18,7 +18,7 @@ from autoshard.search.ir.sharding import Place, StepSharding
 from autoshard.search.problem.likeness import Likeness, Passed, UnlikeError
 
 
-class Cut:
+class BlockCut:
     """Leaves blocks out of a step and its sharding."""
 
     def __init__(self, step: Step, sharding: StepSharding, likeness: Likeness) -> None:
@@ -136,6 +136,6 @@ def _renumbered(
         return (what, path, outside[what][n]) if n in outside[what] else None
 
     def kept(says: Mapping[Place, Any]) -> dict[Place, Any]:
-        return {new: said for old, said in says.items() if (new := place(old)) is not None}
+        return {new: value for old, value in says.items() if (new := place(old)) is not None}
 
     return replace(sharding, specs=kept(sharding.specs), reshards=kept(sharding.reshards))

@@ -27,14 +27,14 @@ _NUM_DIGITS = 16
 def fingerprint(step: Step) -> str:
     """The fingerprint: 16 hex digits, equal for one traced step in every process (see the module)."""
     graphs, looks = list(walk(step.graph)), _Looks()
-    said = [
+    descriptions = [
         *((a.name, a.role.value) for a in step.arguments),
         *zip(step.results, step.replaces, strict=True),
         *((path, looks.graph(graph)) for path, graph in graphs),
         *((shape, dtype.name) for shape, dtype in looks.types),
-        *looks.said,
+        *looks.descriptions,
     ]
-    return hashlib.sha256("\n".join(map(repr, said)).encode()).hexdigest()[:_NUM_DIGITS]
+    return hashlib.sha256("\n".join(map(repr, descriptions)).encode()).hexdigest()[:_NUM_DIGITS]
 
 
 class _Looks:
@@ -42,12 +42,12 @@ class _Looks:
 
     Attributes:
       types: shapes and dtypes, with their numbers.
-      said: descriptions, in the order of their numbers.
+      descriptions: descriptions, in the order of their numbers.
     """
 
     def __init__(self) -> None:
         self.types: dict[tuple[tuple[int, ...], Any], int] = {}
-        self.said: list[Any] = []
+        self.descriptions: list[Any] = []
         self._known: dict[Any, int] = {}
         self._rules = OpRules()
 
@@ -74,10 +74,10 @@ class _Looks:
         params = tuple((name, data(v)) for name, v in sorted(op.params.items()) if v is not None)
         is_read = tuple(isinstance(a, int) for a in op.inputs)
         rule = None if op.bodies else self._rules.of(op, tuple(map(graph.value, op.inputs)), is_read)
-        self.said.append((op.name, params, read, made, rule))
+        self.descriptions.append((op.name, params, read, made, rule))
         if key is not None:
-            self._known[key] = len(self.said) - 1
-        return len(self.said) - 1
+            self._known[key] = len(self.descriptions) - 1
+        return len(self.descriptions) - 1
 
     def _atom(self, atom: Atom) -> Any:
         """A value's number; of a literal, its type."""

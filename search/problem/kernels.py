@@ -210,7 +210,7 @@ def is_by_rows(op: FlatOp) -> bool:
 
 
 def _is_of_block(op: FlatOp) -> bool:
-    return op.op is not None and op.op.likes is not None and op.op.likes.block >= 0
+    return op.op is not None and op.op.equivalence is not None and op.op.equivalence.block >= 0
 
 
 class _Collector:

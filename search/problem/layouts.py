@@ -62,13 +62,13 @@ class Layouts:
     Attributes:
       program: the flat program.
       of: by value that follows a product, its layout.
-      turned: values that are written out in the order of others.
+      transposed: values that are written out in the order of others.
       across: values of which maxima are taken over dimensions that are not innermost.
     """
 
     program: FlatProgram
     of: dict[int, Layout]
-    turned: frozenset[int]
+    transposed: frozenset[int]
     across: frozenset[int]
 
     def written_out(self, op: FlatOp, operand: int) -> Order | None:
@@ -108,7 +108,7 @@ class Layouts:
 def layouts(program: FlatProgram) -> Layouts:
     """Follows the products of a program."""
     found: dict[int, Layout] = {}
-    turned: set[int] = set()
+    transposed: set[int] = set()
     for i, op in enumerate(program.ops):
         if op.name == PRODUCT:
             found[op.results[0]] = Layout(i, large(program.values[op.results[0]].shape))
@@ -117,11 +117,11 @@ def layouts(program: FlatProgram) -> Layouts:
                 (found[op.results[0]],) = known.values()
                 continue
             first = min(known.values(), key=lambda layout: (layout.maker, -len(layout.order)))
-            turned |= {v for v, layout in known.items() if not layout.agrees(first)}
+            transposed |= {v for v, layout in known.items() if not layout.agrees(first)}
             order = max((layout.order for layout in known.values() if layout.agrees(first)), key=len)
             found[op.results[0]] = Layout(first.maker, order)
     across = {op.operands[0] for op in program.ops if op.name == "reduce_max" and _is_across(op, found)}
-    return Layouts(program, found, frozenset(turned), frozenset(across))
+    return Layouts(program, found, frozenset(transposed), frozenset(across))
 
 
 def product_order(op: FlatOp, operand: int, shape: Sequence[int]) -> Order | None:
@@ -137,11 +137,11 @@ def batch_first(op: FlatOp, operand: int, shape: Sequence[int], order: Order) ->
     """The order in which a product with batch dimensions has an operand of a known order written out; None where it
     reads the operand itself. Rows and columns may change places, but the batch has to come first."""
     first, free, sums = _parts(op, operand, shape)
-    wanted, turned = (*first, *free, *sums), (*first, *sums, *free)
+    wanted, transposed = (*first, *free, *sums), (*first, *sums, *free)
     if operand == 1:
-        wanted, turned = turned, wanted
-    is_turned = max(len(sums), len(free)) < 2 and order == turned
-    return None if not first or order == wanted or is_turned else wanted
+        wanted, transposed = transposed, wanted
+    is_transposed = max(len(sums), len(free)) < 2 and order == transposed
+    return None if not first or order == wanted or is_transposed else wanted
 
 
 def _innermost(order: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> int:

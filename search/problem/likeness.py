@@ -244,10 +244,10 @@ def _by_op(sharding: StepSharding) -> dict[Any, Any]:
     output also alone."""
     found: dict[Any, list[Any]] = {}
     for says in (sharding.specs, sharding.reshards):
-        for (what, path, n), said in says.items():
+        for (what, path, n), value in says.items():
             if path:
-                found.setdefault(path[0], []).append((what, path[1:], n, said))
+                found.setdefault(path[0], []).append((what, path[1:], n, value))
             if len(path) < 2:
                 alone = (what, n) if not path else (what, (path[0], n))
-                found.setdefault(alone, []).append(said)
-    return {key: tuple(sorted(said, key=repr)) for key, said in found.items()}
+                found.setdefault(alone, []).append(value)
+    return {key: tuple(sorted(value, key=repr)) for key, value in found.items()}

@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from autoshard.search.ir.graph import Role
-from autoshard.search.problem import likes
+from autoshard.search.problem import equivalence
 from autoshard.search.problem.flat_program import FlatProgram, ReadPhase, read_phase
 from autoshard.search.problem.folding import FoldedProgram
 from autoshard.search.problem.fusion import Fusion, is_part, is_view
@@ -59,7 +59,7 @@ class LiveRange:
       num_bytes: bytes of the whole value.
       start: first op position.
       end: last op position.
-      way: for a copy: the range counts only under strategies with this source; None for other values.
+      copy_source: for a copy: the range counts only under strategies with this source; None for other values.
       resident: kind of the array.
       position: the op that made the value, or reads it resharded.
       source: for a value resharded for one reader, the port of the array that it comes from; only the bytes by which it
@@ -70,7 +70,7 @@ class LiveRange:
     num_bytes: int
     start: int
     end: int
-    way: CopySource | None
+    copy_source: CopySource | None
     resident: Resident
     position: int
     source: Port | None = None
@@ -117,7 +117,7 @@ class LiveRanges:
         for v in made:
             found += self._of_value(v) if self.fusion.is_stored(v) else self._copies_of_light(v)
             found += self._arriving(v)
-        return tuple(self._with_likes(found))
+        return tuple(self._with_equivalents(found))
 
     def host_items(self) -> tuple[LiveRange, ...]:
         """The live ranges in the host's memory."""
@@ -129,18 +129,18 @@ class LiveRanges:
             for v in made
             if self.fusion.is_stored(v) and not (self._is_new_state(v) or self._is_slice_of_stack(v))
         )
-        return tuple(self._with_likes([item for v in stored for item in self._of_value(v)]))
+        return tuple(self._with_equivalents([item for v in stored for item in self._of_value(v)]))
 
-    def _with_likes(self, items: Sequence[LiveRange]) -> Iterator[LiveRange]:
+    def _with_equivalents(self, items: Sequence[LiveRange]) -> Iterator[LiveRange]:
         """Live ranges, with those of the arrays for which one stands (`search.problem.repeats`)."""
         yield from items
         if not self.program.is_shortened:
             return
-        places, seen = likes.places(self.program), Counter[Hashable]()
+        places, seen = equivalence.places(self.program), Counter[Hashable]()
         alike: dict[Hashable, list[LiveRange]] = {}
         for item in items:
             copy = self.graph.copy_at(item.port.node)
-            what = item.position, copy and copy.phase, item.way, item.num_bytes
+            what = item.position, copy and copy.phase, item.copy_source, item.num_bytes
             seen[what] += 1
             alike.setdefault((places[item.position], *what[1:], seen[what]), []).append(item)
         for members in alike.values():
@@ -233,8 +233,8 @@ class LiveRanges:
         if rest:
             resting = Port(rest.node, ())
             found += [
-                LiveRange(resting, value.num_bytes, start, end, way, resident, i)
-                for way in (CopySource.SAME, CopySource.FRESH)
+                LiveRange(resting, value.num_bytes, start, end, copy_source, resident, i)
+                for copy_source in (CopySource.SAME, CopySource.FRESH)
             ]
         return found + self._copies(v, op_class, r, end)
 
@@ -257,7 +257,7 @@ class LiveRanges:
         """The copies of a light value: it has no array of its own, but each reshard of it is one."""
         i, r = self.maker[v]
         copies = self._copies(v, self.folded.class_of[i], r, len(self.program.ops))
-        return [item for item in copies if item.way is not CopySource.SAME]
+        return [item for item in copies if item.copy_source is not CopySource.SAME]
 
     def _arriving(self, v: int) -> Iterator[LiveRange]:
         """The arrays of operands that are read in another spec than the value has. Readers may share one: where several
@@ -287,11 +287,13 @@ class LiveRanges:
                     (CopySource.SAME, source_end + 1),
                     (CopySource.KEPT, last_forward + 1),
                 ]
-                for way, start in stretches:
-                    resident = Resident.RESIDUALS if way is CopySource.KEPT else Resident.TEMPORARIES
+                for copy_source, start in stretches:
+                    resident = Resident.RESIDUALS if copy_source is CopySource.KEPT else Resident.TEMPORARIES
                     if start <= last:
                         found.append(
-                            LiveRange(Port(copy.node, ()), value.num_bytes, start, last, way, resident, i)
+                            LiveRange(
+                                Port(copy.node, ()), value.num_bytes, start, last, copy_source, resident, i
+                            )
                         )
             forward = uses if phase is ReadPhase.FORWARD else forward
         return found

@@ -41,7 +41,7 @@ def working_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
 def _arguments_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
     total: dict[int, np.ndarray] = {}
     for item in memory.items:
-        if item.resident in ARGUMENTS and item.way is None:
+        if item.resident in ARGUMENTS and item.copy_source is None:
             share = item.num_bytes * memory.costed.shares(item.port)
             total[item.port.node] = total.get(item.port.node, 0.0) + share
     return float(sum(num_bytes[kept[node]].min() for node, num_bytes in total.items()))

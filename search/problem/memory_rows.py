@@ -68,14 +68,14 @@ class Memory:
         for which the range does not count."""
         memo: dict = {}
         for item in self.items:
-            key = (item.port, item.way)
+            key = (item.port, item.copy_source)
             if key not in memo:
                 memo[key] = self._share(*key)
-        return tuple(memo[item.port, item.way] for item in self.items)
+        return tuple(memo[item.port, item.copy_source] for item in self.items)
 
-    def _share(self, port, way) -> np.ndarray:
+    def _share(self, port, copy_source) -> np.ndarray:
         share, copy_sources = self.costed.shares(port), self.costed.strategies[port.node].copy_sources
-        return share if way is None else share * np.array([w is way for w in copy_sources])
+        return share if copy_source is None else share * np.array([w is copy_source for w in copy_sources])
 
     @cached_property
     def _arriving(self) -> np.ndarray:

@@ -106,7 +106,7 @@ class _Splits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Table:
+class _ReshardTable:
     """The cost of resharding one size of value.
 
     Attributes:
@@ -212,7 +212,7 @@ class Resharder:
         for (rank, how), sized in alike.items():
             self._solve(rank, tuple(sized), how)
 
-    def _table(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> _Table:
+    def _table(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> _ReshardTable:
         if (shape, itemsize, how) not in self._tables:
             self._solve(len(shape), ((shape, itemsize),), how)
         return self._tables[shape, itemsize, how]
@@ -237,7 +237,7 @@ class Resharder:
             is_narrowed = can_narrow & (narrow_s <= best[:, *ends])
             best[:, *ends] = np.where(is_narrowed, narrow_s, best[:, *ends])
         for key, *table in zip(sized, moved, best, first, is_narrowed, strict=True):
-            self._tables[*key, how] = _Table(*table)
+            self._tables[*key, how] = _ReshardTable(*table)
 
     def _moves_s(self, moves: _Moves, moved: np.ndarray, how: Handling) -> np.ndarray:
         """[values, moves]: seconds of each move of `moved` bytes."""

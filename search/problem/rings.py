@@ -41,7 +41,7 @@ PRODUCTS = {FORWARD: {"d": 1, "e": 1}, BACKWARD: {"d": 3, "e": 2}}
 """Matrix products by the channels that they sum over, or make: scores and output; scores again, and the gradients of
 probabilities, values, queries and keys."""
 
-DEALT = (0, 1, 2, 4)
+DISTRIBUTED = (0, 1, 2, 4)
 """Operands of the backward op that need no exchange. Source: XLA:GPU, programs of `tests/gpu/test_long_sequences.py`."""
 
 SCORE_PASSES = {FORWARD: (3, 2), BACKWARD: (5, 6)}
@@ -186,8 +186,10 @@ class Attention:
             step_s += sum(map(self._send_s, sums))
         exposed_s = (n - 1) * max(0.0, step_s - compute_s / n) + last_s
         if self.is_zigzag:
-            dealt = () if self.op.name == FORWARD else DEALT
-            exchanged = [one for n, one in enumerate(arrays) if n not in dealt and self._has_sequence(one[1])]
+            distributed = () if self.op.name == FORWARD else DISTRIBUTED
+            exchanged = [
+                one for n, one in enumerate(arrays) if n not in distributed and self._has_sequence(one[1])
+            ]
             halves = [self._local_bytes(v, d) / 2 for v, d in exchanged]
             if self.op.name == BACKWARD:
                 halves[-3:] = [

@@ -30,7 +30,7 @@ Axes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SeedRule:
     """The mesh axes over which arguments are split, by role; None for those that take the spec that their readers need.
 
     If it is frugal, ops with a loop over examples are not split over the axes that the batch leaves free.
@@ -39,7 +39,7 @@ class Rule:
     batch: Axes
     parameters: Axes | None
     others: Axes | None
-    is_frugal: bool = False
+    splits_storage_only: bool = False
 
     def axes(self, role: Role) -> Axes | None:
         """The axes over which an argument of that role is split."""
@@ -47,17 +47,17 @@ class Rule:
         return ({Role.BATCH: self.batch} | weights).get(role, self.others)
 
 
-def rules(num_devices: tuple[int, ...]) -> Iterator[Rule]:
+def rules(num_devices: tuple[int, ...]) -> Iterator[SeedRule]:
     """The rules for a mesh of these sizes."""
     every = tuple(axis for axis, size in enumerate(num_devices) if size > 1)
     some = [axes for n in range(len(every), 0, -1) for axes in combinations(every, n)]
     for batch in some:
-        yield Rule(batch, (), ())
-        yield Rule(batch, (), every)
-        yield from (Rule(batch, axes, axes) for axes in some)
-        yield Rule(batch, None, None)
+        yield SeedRule(batch, (), ())
+        yield SeedRule(batch, (), every)
+        yield from (SeedRule(batch, axes, axes) for axes in some)
+        yield SeedRule(batch, None, None)
         if batch != every:
-            yield Rule(batch, every, every, is_frugal=True)
+            yield SeedRule(batch, every, every, splits_storage_only=True)
 
 
 def seeds(costed: CostedGraph, problem: Problem, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
@@ -75,7 +75,7 @@ class _Propagation:
     problem: Problem
     kept: Sequence[np.ndarray]
 
-    def run(self, rule: Rule) -> Labels:
+    def run(self, rule: SeedRule) -> Labels:
         """The full assignment that follows from a rule."""
         labels = self._placed(rule)
         for node in (node for node in self._order if node not in labels):
@@ -87,7 +87,7 @@ class _Propagation:
             labels[node] = int(kept[cost_s[kept].argmin()])
         return tuple(labels[node] for node in range(len(labels)))
 
-    def _placed(self, rule: Rule) -> dict[int, int]:
+    def _placed(self, rule: SeedRule) -> dict[int, int]:
         """The strategies of the arguments that a rule places: the largest dimension that can be is split."""
         graph, found = self.costed.graph, dict[int, int]()
         for i, argument in enumerate(graph.folded.program.step.arguments):
@@ -97,18 +97,18 @@ class _Propagation:
             sizes, kept = graph.extents(port), self.kept[port.node]
             dims = [0] if argument.role is Role.BATCH else sorted(range(len(sizes)), key=lambda d: -sizes[d])
             specs = port_specs(port, self.costed.strategies[port.node])[kept]
-            apart = rule.is_frugal and argument.role is not Role.BATCH
+            apart = rule.splits_storage_only and argument.role is not Role.BATCH
             at = _split_apart(specs, dims, axes) if apart else None
             found[port.node] = int(kept[_split_over(specs, dims, axes) if at is None else at])
         return found
 
-    def _following(self, node: int, rule: Rule) -> np.ndarray:
+    def _following(self, node: int, rule: SeedRule) -> np.ndarray:
         """The strategies that split the loop over examples over the batch's axes and no others, and under a frugal rule
         no other loop; all where there is no such loop."""
         kept, factor = self.kept[node], self._batch_factors.get(node)
         if factor is None:
             return kept
-        follows = _follows(self.costed.strategies[node], factor, rule.batch, rule.is_frugal)
+        follows = _follows(self.costed.strategies[node], factor, rule.batch, rule.splits_storage_only)
         following = kept[follows[kept]]
         return following if len(following) else kept
 
@@ -141,10 +141,10 @@ class _Propagation:
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _follows(strategies: Strategies, factor: int, batch: Axes, is_frugal: bool) -> np.ndarray:
+def _follows(strategies: Strategies, factor: int, batch: Axes, splits_storage_only: bool) -> np.ndarray:
     """[strategies]: whether they split a factor over these axes and no others, and, if frugal, nothing else."""
     is_batch = strategies.assignment == factor
-    is_split = strategies.assignment != NONE if is_frugal else is_batch
+    is_split = strategies.assignment != NONE if splits_storage_only else is_batch
     wanted = np.isin(np.arange(is_batch.shape[1]), batch)
     return ((is_split == wanted) & (is_batch == wanted)).all(axis=1)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 
-from autoshard.search.ir.graph import Likes, Step
+from autoshard.search.ir.graph import Equivalence, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.problem.blocks import find_blocks
-from autoshard.search.problem.cut import Cut
+from autoshard.search.problem.cut import BlockCut
 from autoshard.search.problem.likeness import Likeness, UnlikeError
 
 NUM_REPRESENTATIVES = 4
@@ -28,7 +28,7 @@ MIN_SAVED = 4
 MIN_BLOCKS = NUM_REPRESENTATIVES + MIN_SAVED + 4
 """Smallest stack that is shortened: the blocks at its ends stand for themselves."""
 
-_NOTHING_SAID = StepSharding((), (), {}, {})
+_NO_SHARDING = StepSharding((), (), {}, {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
     blocks = find_blocks(step)
     if all(len(stack) < MIN_BLOCKS for stack in blocks.stacks):
         return None
-    likeness = Likeness(step, _NOTHING_SAID, blocks, marks)
+    likeness = Likeness(step, _NO_SHARDING, blocks, marks)
     runs = [
         run
         for stack, group in zip(blocks.stacks, likeness.groups, strict=True)
@@ -70,7 +70,7 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
     ]
     if not runs:
         return None
-    labels = _Labels(step, likeness, runs)
+    labels = _Labelling(step, likeness, runs)
     try:
         return Shortened(labels.of_few(), labels.of_whole, labels.of_pairs)
     except UnlikeError:
@@ -86,7 +86,7 @@ def _runs(alike: Sequence[int]) -> list[Sequence[int]]:
     return [within[start:end] for start, end in pairwise(ends)]
 
 
-class _Labels:
+class _Labelling:
     """Records on ops and arguments which ops and arguments they correspond to."""
 
     def __init__(self, step: Step, likeness: Likeness, runs: Sequence[Sequence[int]]) -> None:
@@ -116,25 +116,25 @@ class _Labels:
         repeats = {run[0]: len(run) for run in runs}
         alike = dict(chain.from_iterable(self._alike_arguments(run).items() for run in runs))
         labelled = self._labelled(repeats, alike, gone)
-        return Cut(labelled, _NOTHING_SAID, self.likeness).without(gone)[0]
+        return BlockCut(labelled, _NO_SHARDING, self.likeness).without(gone)[0]
 
     def _labelled(
         self, repeats: Mapping[int, int], alike: Mapping[int, tuple[str, ...]], gone: Container[int]
     ) -> Step:
         blocks, members = self.likeness.blocks, self.likeness.members
         ops, arguments = list(self.step.graph.ops), list(self.step.arguments)
-        stand_in = {block: run[0] for run in self.runs for block in run}
+        representative = {block: run[0] for run in self.runs for block in run}
         kept = [(i, block) for i, block in enumerate(blocks.of_op) if block is None or block not in gone]
-        likes = {i: Likes(-1 if block is None else block, None, i) for i, block in kept}
+        equivalence = {i: Equivalence(-1 if block is None else block, None, i) for i, block in kept}
         for n, group in enumerate(self.likeness.groups):
             for block in (b for b in group if b not in gone):
-                stands, count = members[stand_in.get(block, block)], repeats.get(block, 1)
+                stands, count = members[representative.get(block, block)], repeats.get(block, 1)
                 for place, i in enumerate(members[block]):
-                    likes[i] = Likes(block, (n, place), stands[place], count)
+                    equivalence[i] = Equivalence(block, (n, place), stands[place], count)
                 for slot, a in self.likeness.arguments_of(block).items():
                     arguments[a] = replace(arguments[a], alike=alike.get(a, ()), place=(n, slot))
-        for i, like in likes.items():
-            ops[i] = replace(ops[i], likes=like)
+        for i, like in equivalence.items():
+            ops[i] = replace(ops[i], equivalence=like)
         graph = replace(self.step.graph, ops=tuple(ops))
         return replace(self.step, graph=graph, arguments=tuple(arguments))
 

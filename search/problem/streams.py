@@ -45,7 +45,7 @@ from autoshard.search.problem.reshard import SLICE, Handling
 from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.strategies import port_specs
 from autoshard.search.problem.strategy_graph import Maker, ReshardEdge
-from autoshard.search.problem.traffic import Part, Pool, Ride, Traffic, Way
+from autoshard.search.problem.traffic import Hideable, HideableKind, Part, Pool, Traffic
 from autoshard.search.solver.pbqp import Labels
 
 CONTENTION = 0.1
@@ -109,31 +109,31 @@ class Hiding:
         if self.costed.device.platform == "cpu":  # simulated devices: nothing runs beside anything
             return (0.0,) * len(self.costed.graph.edges)
         costed, traffic = self.costed, self.traffic
-        each = zip(costed.graph.edges, costed.edges_seconds, traffic.rides, self._windows_s, strict=True)
+        each = zip(costed.graph.edges, costed.edges_seconds, traffic.hideables, self._windows_s, strict=True)
         return tuple(self._of(*one) for one in each)
 
     def _of(
-        self, edge: ReshardEdge, whole_s: np.ndarray, rides: Sequence[Ride], windows_s: np.ndarray
+        self, edge: ReshardEdge, whole_s: np.ndarray, hideables: Sequence[Hideable], windows_s: np.ndarray
     ) -> np.ndarray | float:
-        if not rides or windows_s.max() <= 0:
+        if not hideables or windows_s.max() <= 0:
             return 0.0
         seconds, total_s = np.where(np.isfinite(whole_s), whole_s, 0.0), 0.0
-        left_s = self._share_s(rides[0]) - self._taken_s(edge, rides[0], seconds) / len(rides)
-        share_s, each_s = np.maximum(left_s, 0.0), seconds / len(rides)
-        for some_s in np.array_split(np.sort(windows_s), min(MAX_WINDOWS, len(rides))):
+        left_s = self._share_s(hideables[0]) - self._taken_s(edge, hideables[0], seconds) / len(hideables)
+        share_s, each_s = np.maximum(left_s, 0.0), seconds / len(hideables)
+        for some_s in np.array_split(np.sort(windows_s), min(MAX_WINDOWS, len(hideables))):
             total_s = total_s + len(some_s) * np.minimum(each_s, np.minimum(share_s, some_s.mean()))
         return (1 - CONTENTION) * total_s
 
-    def _share_s(self, ride: Ride) -> float:
+    def _share_s(self, hideable: Hideable) -> float:
         """Seconds of a value's share of the computation that may hide it."""
-        return self._rates[ride.pool] * ride.num_elements
+        return self._rates[hideable.pool] * hideable.num_elements
 
-    def _taken_s(self, edge: ReshardEdge, ride: Ride, seconds: np.ndarray) -> np.ndarray | float:
+    def _taken_s(self, edge: ReshardEdge, hideable: Hideable, seconds: np.ndarray) -> np.ndarray | float:
         """[strategies of source, strategies of target]: seconds of the shares that other legs of the same values take."""
         lies_s, inside_s, whole_s = self._gathered_s(edge)
-        if ride.is_forward:
+        if hideable.is_forward:
             return whole_s - lies_s if self.traffic.goes_on(edge.target.node) else 0.0
-        reduced_s = inside_s if ride.way is Way.REDUCTION else 0.0
+        reduced_s = inside_s if hideable.kind is HideableKind.REDUCTION else 0.0
         return np.where(self._reduces(edge), 0.0, reduced_s + np.maximum(lies_s - seconds, 0.0))
 
     def _gathered_s(self, edge: ReshardEdge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -181,10 +181,10 @@ class Hiding:
     def _rates(self) -> dict[Pool, float]:
         """By pool: seconds per element at which all shares together are the pool's computation."""
         counted: dict[Pool, list[tuple[float, float]]] = {pool: [] for pool in self.traffic.pools}
-        for rides, windows_s in zip(self.traffic.rides, self._windows_s, strict=True):
-            for ride, window_s in zip(rides, windows_s.tolist(), strict=True):
-                if ride.is_counted:
-                    counted[ride.pool].append((window_s, ride.num_elements))
+        for hideables, windows_s in zip(self.traffic.hideables, self._windows_s, strict=True):
+            for hideable, window_s in zip(hideables, windows_s.tolist(), strict=True):
+                if hideable.is_counted:
+                    counted[hideable.pool].append((window_s, hideable.num_elements))
         return {pool: _rate(counted[pool], self._total_s(pool)) for pool in counted}
 
     def _total_s(self, pool: Pool) -> float:
@@ -226,16 +226,16 @@ class Hiding:
         return {kernel: float(np.min(kernel_s(self.costed.device, b))) for kernel, b in moved.items()}
 
 
-def _rate(rides: Sequence[tuple[float, float]], total_s: float) -> float:
+def _rate(hideables: Sequence[tuple[float, float]], total_s: float) -> float:
     """Seconds per element at which shares, each no more than its window, add up to the total; infinite if the windows
     together are no more.
 
     Args:
-      rides: seconds of the window, and elements.
+      hideables: seconds of the window, and elements.
       total_s: seconds to share.
     """
-    left_s, elements = total_s, sum(num for _, num in rides)
-    for window_s, num in sorted(rides, key=lambda ride: ride[0] / max(ride[1], 1.0)):
+    left_s, elements = total_s, sum(num for _, num in hideables)
+    for window_s, num in sorted(hideables, key=lambda hideable: hideable[0] / max(hideable[1], 1.0)):
         if window_s * elements >= left_s * num:
             return left_s / elements if elements else np.inf
         left_s, elements = left_s - window_s, elements - num

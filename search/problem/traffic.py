@@ -39,7 +39,7 @@ from autoshard.search.problem.strategy_graph import Copy, ReshardEdge, StrategyG
 from autoshard.search.problem.windows import Span, Windows
 
 
-class Way(StrEnum):
+class HideableKind(StrEnum):
     """The kinds of collectives that may run beside computation."""
 
     GATHER = "gather"
@@ -67,11 +67,11 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Ride:
+class Hideable:
     """A value's reshard that may run beside computation.
 
     Attributes:
-      way: its kind.
+      kind: its kind.
       pool: the computation that may hide it.
       num_elements: elements of the value, in a step.
       num_bytes: bytes of the value, each time.
@@ -79,7 +79,7 @@ class Ride:
       is_counted: whether the value counts at this reshard, or at another one on its way.
     """
 
-    way: Way
+    kind: HideableKind
     pool: Pool
     num_elements: float
     num_bytes: float
@@ -99,23 +99,27 @@ class Traffic:
     graph: StrategyGraph
 
     @cached_property
-    def rides(self) -> tuple[tuple[Ride, ...], ...]:
+    def hideables(self) -> tuple[tuple[Hideable, ...], ...]:
         """By edge: a reshard for each value on the edge that may travel beside computation."""
         alone = [tuple(self._of(edge)) for edge in self.graph.edges]
-        windows = iter(_joined([ride for rides in alone for ride in rides]))
-        return tuple(tuple(_within(next(windows), ride) for ride in rides) for rides in alone)
+        windows = iter(_joined([hideable for hideables in alone for hideable in hideables]))
+        return tuple(tuple(_within(next(windows), hideable) for hideable in hideables) for hideables in alone)
 
     @cached_property
     def pools(self) -> dict[Pool, int]:
         """The pools of computation, numbered."""
         return {
-            pool: n for n, pool in enumerate(dict.fromkeys(r.pool for rides in self.rides for r in rides))
+            pool: n
+            for n, pool in enumerate(dict.fromkeys(r.pool for hideables in self.hideables for r in hideables))
         }
 
     @cached_property
     def windows(self) -> tuple[np.ndarray, ...]:
         """By edge, [its reshards; pool, window's start, its end], for all meshes."""
-        table = ([(self.pools[ride.pool], *ride.window) for ride in rides] for rides in self.rides)
+        table = (
+            [(self.pools[hideable.pool], *hideable.window) for hideable in hideables]
+            for hideables in self.hideables
+        )
         return tuple(np.array(rows, np.int64).reshape(-1, 3) for rows in table)
 
     @cached_property
@@ -177,7 +181,7 @@ class Traffic:
             return len(copy.targets) != 1
         return not self._early.isdisjoint(self.graph.groups[node].op_classes)
 
-    def _of(self, edge: ReshardEdge) -> Iterator[Ride]:
+    def _of(self, edge: ReshardEdge) -> Iterator[Hideable]:
         folded, (op_class, result) = self.graph.folded, edge.maker
         program, members = folded.program, folded.members[op_class]
         num_elements = edge.count * np.prod(edge.value.shape) / folded.sizes[op_class]
@@ -185,35 +189,35 @@ class Traffic:
             readers = [
                 u for u in program.uses.get(program.ops[made].results[result], ()) if self._reads(edge, u)
             ]
-            if not readers or (way := self._way(op_class, {folded.class_of[u] for u in readers})) is None:
+            if not readers or (kind := self._kind(op_class, {folded.class_of[u] for u in readers})) is None:
                 continue
             window, first = min((self._windows.between(made, u), u) for u in readers)
             body = self._windows.bodies[made]
-            is_counted = self._is_last(way, first) and edge.source.node < len(self.graph.groups)
-            pool = Pool(_PART.get(way) or _gathered_in(program.ops[first]), body)
-            ride = Ride(way, pool, num_elements, edge.value.num_bytes, window, is_counted)
-            yield from repeat(ride, program.ops[made].repeats)
+            is_counted = self._is_last(kind, first) and edge.source.node < len(self.graph.groups)
+            pool = Pool(_PART.get(kind) or _gathered_in(program.ops[first]), body)
+            hideable = Hideable(kind, pool, num_elements, edge.value.num_bytes, window, is_counted)
+            yield from repeat(hideable, program.ops[made].repeats)
 
-    def _is_last(self, way: Way, reader: int) -> bool:
+    def _is_last(self, kind: HideableKind, reader: int) -> bool:
         """Whether the reader of a value does not just pass it on, so that the value counts there and nowhere else."""
         op = self.graph.folded.program.ops[reader]
         phase = read_phase(op)
-        if way is not Way.GATHER:
+        if kind is not HideableKind.GATHER:
             return phase is ReadPhase.UPDATE or op.name == "stack"
         is_handed_on = self.graph.folded.class_of[reader] in self._early
         return phase is not ReadPhase.UPDATE and not is_handed_on
 
-    def _way(self, maker: int, readers: set[int]) -> Way | None:
+    def _kind(self, maker: int, readers: set[int]) -> HideableKind | None:
         """The kind of the reshard from a class to its readers; None if computation needs its result immediately."""
         graph = self.graph
         if maker in self._early:
-            return Way.GATHER if self._keeps_size(maker) else None
+            return HideableKind.GATHER if self._keeps_size(maker) else None
         if not readers <= graph.late or not all(map(self._keeps_size, readers)):
             return None
         if graph.folded.op(maker).phase is not Phase.UPDATE:
-            return Way.REDUCTION
+            return HideableKind.REDUCTION
         reader = graph.folded.op(min(readers))
-        return Way.RETURN if reader.name == "input" and reader.phase is Phase.FORWARD else None
+        return HideableKind.RETURN if reader.name == "input" and reader.phase is Phase.FORWARD else None
 
     def _keeps_size(self, op_class: int) -> bool:
         """Whether an op's result has as many elements as its operands: it is no sum of rows, and repeats nothing."""
@@ -249,7 +253,7 @@ class Traffic:
         return Windows(self.graph.folded)
 
 
-_PART = {Way.REDUCTION: Part.LATE, Way.RETURN: Part.UPDATE}
+_PART = {HideableKind.REDUCTION: Part.LATE, HideableKind.RETURN: Part.UPDATE}
 """The parts beside which reshards run that are no gathers."""
 
 
@@ -264,25 +268,25 @@ def _part(op: FlatOp, is_late: bool) -> Part:
     return Part.UPDATE if op.phase is Phase.UPDATE else Part.FORWARD
 
 
-def _joined(rides: Sequence[Ride]) -> list[Span]:
+def _joined(hideables: Sequence[Hideable]) -> list[Span]:
     """The windows of reshards once XLA has joined their collectives, in the order in which they are needed, or made."""
-    alike = defaultdict[tuple[Way, Pool], list[int]](list)
-    for n, ride in enumerate(rides):
-        if ride.is_counted:
-            alike[ride.way, ride.pool].append(n)
-    found = [ride.window for ride in rides]
-    for (way, _), numbers in alike.items():
-        ordered = sorted(numbers, key=lambda n: rides[n].window[way is Way.GATHER])
-        for group in _filled(ordered, [rides[n].num_bytes for n in ordered]):
-            start = max(rides[n].window[0] for n in group)
-            end = min(rides[n].window[1] for n in group)
+    alike = defaultdict[tuple[HideableKind, Pool], list[int]](list)
+    for n, hideable in enumerate(hideables):
+        if hideable.is_counted:
+            alike[hideable.kind, hideable.pool].append(n)
+    found = [hideable.window for hideable in hideables]
+    for (kind, _), numbers in alike.items():
+        ordered = sorted(numbers, key=lambda n: hideables[n].window[kind is HideableKind.GATHER])
+        for group in _filled(ordered, [hideables[n].num_bytes for n in ordered]):
+            start = max(hideables[n].window[0] for n in group)
+            end = min(hideables[n].window[1] for n in group)
             for n in group:
                 found[n] = start, max(start, end)
     return found
 
 
-def _within(window: Span, ride: Ride) -> Ride:
-    return ride if window == ride.window else replace(ride, window=window)
+def _within(window: Span, hideable: Hideable) -> Hideable:
+    return hideable if window == hideable.window else replace(hideable, window=window)
 
 
 def _filled(numbers: Sequence[int], num_bytes: Sequence[float]) -> Iterator[list[int]]:

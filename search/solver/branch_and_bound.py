@@ -76,7 +76,7 @@ FAR = 2.0
 """A bound above this multiple of the cheapest assignment without rows most often means that no assignment fits."""
 DOUBT_SHARE = 0.25
 """Largest share of the time left for the check that an assignment fits at all; it takes a hundredth as a rule."""
-DEAR_S = 1.0
+PROHIBITIVE_S = 1.0
 """Seconds a byte over the limit: a price so high that no row overflows."""
 MAX_PROGRAM_LABELS = 300
 """Labels beyond one a node; a part with at most so many is cheaper to solve as an integer program than to branch on."""
@@ -284,7 +284,9 @@ class _Search:
         """Descends from an assignment that fits and offers the local optimum; repeats while that overflows new rows."""
         for _ in range(MAX_REPAIRS):
             rows = self.planes.rows
-            if not self._offer(descend(self.problem, rows, self.limit_bytes, DEAR_S, labels, self.clock)):
+            if not self._offer(
+                descend(self.problem, rows, self.limit_bytes, PROHIBITIVE_S, labels, self.clock)
+            ):
                 return
 
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:

@@ -47,7 +47,7 @@ Source: `benchmarks/nominal_seconds.py`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MilpResult:
     """The solver's result: labels are None if it found no assignment; the bound is +inf if it proved that there is none."""
 
     labels: Labels | None
@@ -62,7 +62,7 @@ def solve_milp(
     relative_gap: float,
     deadline: Deadline = NEVER,
     backend: str = BACKEND,
-) -> Answer:
+) -> MilpResult:
     """The cheapest assignment of a merged problem under the given rows; the bound is on its cost, in seconds.
 
     Raises:
@@ -81,7 +81,7 @@ def solve_peak(
     *,
     relative_gap: float,
     deadline: Deadline = NEVER,
-) -> Answer:
+) -> MilpResult:
     """The allowed assignment with the smallest largest row; the bound is on that row, in bytes.
 
     Args:
@@ -155,9 +155,9 @@ class _Program:
         """Adds the peak: a variable, at least one unit (the limit), that no later row may exceed."""
         self.peak = self._add_variables(np.ones(1))
 
-    def solve(self, deadline: Deadline, relative_gap: float, backend: str) -> Answer:
+    def solve(self, deadline: Deadline, relative_gap: float, backend: str) -> MilpResult:
         if not all(len(labels) for labels in self.labels):
-            return Answer(None, np.inf)
+            return MilpResult(None, np.inf)
         from ortools.math_opt.python import mathopt
 
         num_entries = sum(len(columns) for columns, _ in self.entries)
@@ -227,18 +227,18 @@ class _Program:
             proto.linear_constraint_matrix.coefficients.extend(coefficients[order].tolist())
         return proto
 
-    def _answer(self, result: "mathopt.SolveResult") -> Answer:
+    def _answer(self, result: "mathopt.SolveResult") -> MilpResult:
         reason = result.termination.reason.name
         if reason in ("INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED"):
-            return Answer(None, np.inf)
+            return MilpResult(None, np.inf)
         if reason in ("NUMERICAL_ERROR", "OTHER_ERROR"):
             raise RuntimeError(f"the MILP solver stopped with {reason}: {result.termination.detail}")
         bound = result.termination.objective_bounds.dual_bound * self.unit
         if not result.has_primal_feasible_solution():
-            return Answer(None, bound)
+            return MilpResult(None, bound)
         values = result.variable_values()
         by_id = np.array([values[variable] for variable in sorted(values, key=lambda variable: variable.id)])
         picked = (
             labels[by_id[choices].argmax()] for labels, choices in zip(self.labels, self.choices, strict=True)
         )
-        return Answer(tuple(map(int, picked)), bound)
+        return MilpResult(tuple(map(int, picked)), bound)

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.search.solver.clock import NEVER, Deadline
 from autoshard.search.solver.local_search import descend
-from autoshard.search.solver.milp import Answer, free_of_cost, solve_peak
+from autoshard.search.solver.milp import MilpResult, free_of_cost, solve_peak
 from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
 from autoshard.search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
 from autoshard.search.solver.trws import Trws
@@ -92,11 +92,11 @@ def minimise_peak(
 
 def smallest_peak(
     trws: Trws, rows: Sequence[MemoryConstraint], unit_bytes: float, deadline: Deadline
-) -> Answer:
+) -> MilpResult:
     """The assignment of kept labels with the smallest maximum over the given rows; the bound is in bytes."""
     if not trws.is_feasible:
-        return Answer(None, np.inf)
+        return MilpResult(None, np.inf)
     rest_rows = [restricted_row(row, trws.kept) for row in rows]
     gap = RELATIVE_GAP / 2
     answer = solve_peak(trws.rest(), rest_rows, unit_bytes, deadline=deadline, relative_gap=gap)
-    return Answer(None if answer.labels is None else trws.original(answer.labels), answer.bound)
+    return MilpResult(None if answer.labels is None else trws.original(answer.labels), answer.bound)

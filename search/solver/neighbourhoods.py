@@ -23,7 +23,7 @@ MAX_ENTRIES = 3e5
 """Largest table, in entries: 2.4 MB of doubles, computed in about a millisecond."""
 MAX_ROUNDS = 10
 """A safety limit; three or four rounds are usual."""
-MAX_FUTILE = 1
+MAX_WITHOUT_GAIN = 1
 """Successive rounds without a better assignment, though each fixes other nodes, after which the search stops."""
 ROUNDING = 1e-9
 """Relative; a smaller gain does not count."""
@@ -39,14 +39,14 @@ def reoptimised(problem: Problem, start: Labels, deadline: Deadline = NEVER) -> 
     """
     easy, fixed_before = Elimination(problem, deadline.clock), Counter[int]()
     easy.run(EASY_ENTRIES)
-    labels, cost_s, num_futile = start, problem.cost_s(start), 0
+    labels, cost_s, num_without_gain = start, problem.cost_s(start), 0
     for _ in range(MAX_ROUNDS):
-        if num_futile == MAX_FUTILE or deadline.is_over:
+        if num_without_gain == MAX_WITHOUT_GAIN or deadline.is_over:
             break
         found, fixed = _best_around(easy.copy(), labels, fixed_before)
         fixed_before.update(fixed)
         found_s = problem.cost_s(found)
-        num_futile = 0 if found_s < cost_s - ROUNDING * abs(cost_s) else num_futile + 1
+        num_without_gain = 0 if found_s < cost_s - ROUNDING * abs(cost_s) else num_without_gain + 1
         if found_s < cost_s:
             labels, cost_s = found, found_s
         if not fixed:

@@ -16,13 +16,11 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.search.solver.clock import PROCESSOR, SearchClock
-from autoshard.search.solver.contraction import Contraction
+from autoshard.search.solver.contraction import SWEEPS, Contraction
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.pbqp import Labels, Problem, merged
 from autoshard.search.solver.trws import Trws
 
-SWEEPS = 10
-"""Message sweeps before assignments are considered. Source: a choice of ours."""
 START_RANGE = 1.5
 """Starting assignments that cost less than this multiple of the cheapest one are improved: their order may change then (an
 encoder and decoder over Ethernet: from 350 ms to 346, from 376 to 326)."""

@@ -33,7 +33,7 @@ class Edge:
     def __post_init__(self) -> None:
         assert self.u != self.v, f"edge from node {self.u} to itself"
 
-    def turned(self) -> "Edge":
+    def transposed(self) -> "Edge":
         """This edge seen from v."""
         return Edge(self.v, self.u, self.cost_s.T)
 
@@ -102,7 +102,7 @@ def merged(problem: Problem) -> Problem:
     """An equal problem with one edge a pair, u < v, sorted by (u, v)."""
     costs: dict[tuple[int, int], np.ndarray] = {}
     for edge in problem.edges:
-        edge = edge if edge.u < edge.v else edge.turned()
+        edge = edge if edge.u < edge.v else edge.transposed()
         pair = edge.u, edge.v
         costs[pair] = costs[pair] + edge.cost_s if pair in costs else np.asarray(edge.cost_s, float)
     edges = tuple(Edge(u, v, costs[u, v]) for u, v in sorted(costs))

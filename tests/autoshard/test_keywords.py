@@ -71,8 +71,8 @@ def test_a_keyword_that_has_a_position_gives_the_plan_of_the_position():
     assert autoshard.search(by_position, w, batch=x, cluster="8xCPU", mesh=(8,)) == plan
 
 
-def told_apart(step, *args, options=None, **kwargs):
-    return keywords.told_apart("search", Callee.of(step), len(args), kwargs, options or {})
+def split_keywords(step, *args, options=None, **kwargs):
+    return keywords.split_keywords("search", Callee.of(step), len(args), kwargs, options or {})
 
 
 def without_state(w, batch):
@@ -97,29 +97,29 @@ def counting(state, mesh, step, plan=None):
     ],
 )
 def test_a_keyword_with_two_meanings_goes_by_its_value(step, options, ours):
-    kwargs, own = told_apart(step, options=options)
+    kwargs, own = split_keywords(step, options=options)
     assert kwargs.keys() == set(ours)
     assert own == {name: None if name in ours else value for name, value in options.items()}
 
 
 def test_an_argument_that_is_given_by_position_is_not_looked_for_among_options():
     with pytest.raises(InputError, match="wanted state as the pytree path of an argument, or several, got 3"):
-        told_apart(by_position, W, options={"state": 3})
-    assert told_apart(by_position, W, options={"state": "state"}) == ({}, {"state": "state"})
+        split_keywords(by_position, W, options={"state": 3})
+    assert split_keywords(by_position, W, options={"state": "state"}) == ({}, {"state": "state"})
 
 
 def test_an_option_that_takes_the_value_of_an_argument_says_so():
     said = "mesh= is an option of search, and counting lacks its argument of that name. Give the argument by position"
     with pytest.raises(InputError, match=said):
-        told_apart(counting, W, options={"mesh": (2, 4)})
-    assert told_apart(counting, W, X, options={"mesh": (2, 4)}) == ({}, {"mesh": (2, 4)})
+        split_keywords(counting, W, options={"mesh": (2, 4)})
+    assert split_keywords(counting, W, X, options={"mesh": (2, 4)}) == ({}, {"mesh": (2, 4)})
 
 
 @pytest.mark.parametrize("step", [by_position, keyword_only, lambda x: x, jnp.sum])
 def test_a_keyword_that_nobody_knows_is_refused(step):
     said = r"search has no option 'memroy' \(did you mean 'memory'\?\), and .* no argument of that name"
     with pytest.raises(InputError, match=said):
-        told_apart(step, memroy="1GiB", options={"memory": None, "mesh": None})
+        split_keywords(step, memroy="1GiB", options={"memory": None, "mesh": None})
 
 
 def test_an_argument_that_is_given_twice_is_the_step_s_error():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import InputError, PlanError, api, option_types, pipelines
+from autoshard import InputError, PlanError, api, option_types, pipeline_request
 from autoshard.options import Options
 
 WRONG = [
@@ -178,7 +178,7 @@ def test_each_option_of_the_decorator_may_be_left_out():
 def test_each_option_of_a_public_function_has_a_type(face):
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     options = {p.name for p in inspect.signature(face).parameters.values() if p.kind is keyword_only}
-    assert options <= option_types.WANTED.keys()
+    assert options <= option_types.OPTION_TYPES.keys()
 
 
 def test_type_checkers_see_the_options_of_the_decorator():
@@ -207,9 +207,9 @@ def test_nothing_pinned_is_no_pin():
 
 
 def test_the_jit_executor_is_one_program_without_a_pipeline():
-    assert not pipelines.are_allowed(Options(executor="jit"))
-    assert not pipelines.are_allowed(Options(executor="jit", stages=1))
+    assert not pipeline_request.are_allowed(Options(executor="jit"))
+    assert not pipeline_request.are_allowed(Options(executor="jit", stages=1))
     with pytest.raises(
         InputError, match="executor='jit' is one program, without a pipeline, and stages='auto'"
     ):
-        pipelines.are_allowed(Options(executor="jit", stages="auto"))
+        pipeline_request.are_allowed(Options(executor="jit", stages="auto"))

@@ -166,15 +166,15 @@ def test_what_a_schedule_is_said_to_hold_is_what_lies_there(name):
 
     instructions = tuple(map(watched, program.instructions))
     jax.block_until_ready(replace(program, instructions=instructions).fn(*args))
-    for run in (run for run in runs if programs.tasks.get((run.seat[0], TaskKind.FORWARD))):
-        worker = run.seat[1]
+    for run in (run for run in runs if programs.tasks.get((run.location[0], TaskKind.FORWARD))):
+        worker = run.location[1]
         if name != "chimera":  # of whose programs each runs on two workers
             there = [(at[worker] - others[worker]) // DEVICES for at in held[run.program.name]]
             assert run.held_bytes == max(there), run.program.name
             assert run.count == len(there)
     tasks = [run for run in runs if run.program.name.split()[0] in ("forward", "backward", "weight")]
     peaks = [
-        max(run.beside_bytes + run.program.resting_bytes for run in tasks if run.seat[1] == worker)
+        max(run.beside_bytes + run.program.resting_bytes for run in tasks if run.location[1] == worker)
         for worker in range(schedule.num_workers)
     ]
     predicted = StageMemory(programs, schedule, shardings).task_peaks({})

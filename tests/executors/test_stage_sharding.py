@@ -13,8 +13,9 @@ from autoshard.executors.pipeline import build
 from autoshard.search.ir.spec import shard_size
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.copies import SCOPE
-from autoshard.search.pipeline.planning import Pipeline, apply, find
-from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
+from autoshard.search.pipeline.pipeline_plan import Pipeline
+from autoshard.search.pipeline.planning import apply, find
 from autoshard.search.plan.schedule import TaskKind
 from tests.executors.agreement import Reference, assert_equal
 from tests.executors.pipelines import trained
@@ -169,7 +170,7 @@ def test_what_a_loop_would_stack_up_is_recomputed_where_that_is_faster():
     assert found.estimates.step_s < never.estimates.step_s
 
 
-@pytest.mark.slow  # `tests/search/pipeline/test_imposed.py` shows what is imposed on a barrier
+@pytest.mark.slow  # `tests/search/pipeline/test_op_shardings.py` shows what is imposed on a barrier
 def test_what_is_imposed_on_a_barrier_goes_by_what_it_still_passes_on():
     """In a stage's program it waits for less than in the step: other operands than those would be told how they lie."""
     case = make_gpt_linen(num_layers=4, hidden=1024, heads=16, vocab=8192, seq=1024, batch=64)

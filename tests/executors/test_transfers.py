@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.executors import transfers
-from autoshard.executors.transfers import Way
+from autoshard.executors.transfers import RepeatedTransfer
 
 
 def submesh(first: int, *shape: int) -> Mesh:
@@ -28,7 +28,7 @@ def test_values_that_stay_split_as_they_are_go_from_device_to_device(spec, monke
     source, target = (NamedSharding(submesh(first, 2, 2), spec) for first in (0, 4))
     values = [value((4, 8), source), value((2, 2), source)]
     monkeypatch.setattr(transfers.jax, "device_put", None)  # its search for the way is what is saved
-    there = Way(list(map(typed, values)), [target] * 2)(*values)
+    there = RepeatedTransfer(list(map(typed, values)), [target] * 2)(*values)
     for before, after in zip(values, there, strict=True):
         assert after.sharding == target
         assert after.committed
@@ -44,7 +44,7 @@ def test_values_that_are_to_lie_otherwise_are_laid_out_anew(shape, spec):
     source = NamedSharding(submesh(0, 2, 2), P("replica", "data"))
     target = NamedSharding(submesh(4, *shape), spec)
     before = value((4, 8), source)
-    (after,) = Way([typed(before)], [target])(before)
+    (after,) = RepeatedTransfer([typed(before)], [target])(before)
     assert after.sharding == target
     np.testing.assert_array_equal(after, before)
 
@@ -54,7 +54,7 @@ def test_a_copy_on_the_same_submesh_outlives_what_it_was_made_of(spec):
     """An axis of size 1 splits nothing, so that the shards of both are alike."""
     mesh = submesh(0, 1, 4)
     before = value((4, 8), NamedSharding(mesh, P("replica")))
-    (after,) = Way([typed(before)], [NamedSharding(mesh, spec)])(before)
+    (after,) = RepeatedTransfer([typed(before)], [NamedSharding(mesh, spec)])(before)
     before.delete()
     assert after.sharding.spec == spec
     np.testing.assert_array_equal(after, np.arange(32).reshape(4, 8))
@@ -63,7 +63,7 @@ def test_a_copy_on_the_same_submesh_outlives_what_it_was_made_of(spec):
 def test_random_keys_go_with_arrays():
     source, target = (NamedSharding(submesh(first, 2, 2), P()) for first in (0, 4))
     values = value((4,), source), jax.device_put(jax.random.key(3), source), value((2,), source)
-    there = Way(list(map(typed, values)), [target] * 3)(*values)
+    there = RepeatedTransfer(list(map(typed, values)), [target] * 3)(*values)
     assert [x.sharding for x in there] == [target] * 3
     np.testing.assert_array_equal(there[0], values[0])
     np.testing.assert_array_equal(jax.random.key_data(there[1]), jax.random.key_data(values[1]))

@@ -12,8 +12,8 @@ from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors.jit import Program
 from autoshard.executors.spmd import build
 from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.search.pipeline.spmd import written
 from autoshard.search.pipeline.spmd_planning import find
 from autoshard.search.plan.spmd_step import LayerLoop, SpmdSharding
@@ -61,7 +61,7 @@ def test_one_program_sends_activations_adds_gradients_up_once_and_holds_all_resi
 
     assert stats.argument_bytes >= 3 * (of_layers // STAGES + others)
     forward, _ = (part for part in parts.parts if isinstance(part, LayerLoop))
-    stacks = (v for v in forward.op.outputs[forward.op.loop_counts[1] :] if v in forward.wanted)
+    stacks = (v for v in forward.op.outputs[forward.op.loop_counts[1] :] if v in forward.exported)
     residual_bytes = sum(parts.values[v].num_bytes for v in stacks) // STAGES  # of a microbatch
     in_flight = (MICROBATCHES + 1) * residual_bytes  # and a slot that nobody reads
     assert in_flight < stats.temporary_bytes < in_flight + 3 * residual_bytes + WORKSPACE_BYTES
@@ -209,7 +209,7 @@ def test_a_stack_of_which_devices_read_parts_is_stacked_up_in_these():
     peak_bytes = stats.argument_bytes + stats.fresh_output_bytes + stats.temporary_bytes
     assert 0.95 < found.plan.estimates.peak_bytes / peak_bytes < 1.08
     forward = next(part for part in found.program.parts if isinstance(part, LayerLoop))
-    stacks = [v for v in forward.op.outputs[forward.op.loop_counts[1] :] if v in forward.wanted]
+    stacks = [v for v in forward.op.outputs[forward.op.loop_counts[1] :] if v in forward.exported]
     assert len(stacks) == 3
     assert sum(max(found.sharding.spec(v)) >= 0 for v in stacks) == 2
 

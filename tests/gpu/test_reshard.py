@@ -64,7 +64,7 @@ def _reshards(paths: list[tuple[Spec, ReshardPath]]):
     def taken(x, source, path):
         # As plans are spelled out: what is partial over both axes is left to its first step.
         made = [source] if source.count(PARTIAL) <= 1 else []
-        for spec in (*made, *(step.after for step in path if step.is_imposed)):
+        for spec in (*made, *(step.after for step in path if step.is_constrained)):
             x = jax.lax.with_sharding_constraint(x, NamedSharding(_DEVICES, partition_spec(spec, NAMES)))
         return x
 

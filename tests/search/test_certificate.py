@@ -52,7 +52,7 @@ def held(on_mesh, item):
     if item.source:
         return np.maximum(num_bytes(item.port) - num_bytes(item.source), 0.0)
     copy_sources = costed.strategies[item.port.node].copy_sources
-    is_held = np.array([item.way in (None, source) for source in copy_sources or [None]])
+    is_held = np.array([item.copy_source in (None, source) for source in copy_sources or [None]])
     return num_bytes(item.port) * along(item.port.node, is_held)
 
 

@@ -59,7 +59,7 @@ def all_costs_s() -> np.ndarray:
     for node, cost in enumerate(problem.node_cost_s):
         total += cost.reshape([*ones[:node], -1, *ones[node + 1 :]])
     for edge in problem.edges:
-        turned = edge if edge.u < edge.v else edge.turned()
+        turned = edge if edge.u < edge.v else edge.transposed()
         shape = [n if at in (edge.u, edge.v) else 1 for at, n in enumerate(problem.num_labels)]
         total += turned.cost_s.reshape(shape)
     return total

@@ -22,9 +22,9 @@ from autoshard.search.mesh_problem import NO_CAP, UNKNOWN, MeshProblem, StepProb
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.problem.equivalence import folded_like
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
-from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.shortening import shortened
 from autoshard.search.recomputation import Candidate, Estimates, UncappedSolution
 from autoshard.search.solver.branch_and_bound import NoFitError

@@ -26,7 +26,7 @@ from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.retention import CoarseError
 from autoshard.search.problem import shortening
-from autoshard.search.problem.likes import blocks, places
+from autoshard.search.problem.equivalence import blocks, places
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
 from autoshard.search.warm_starts import for_whole_step, passed_between_layers, unlike_neighbours
@@ -188,15 +188,17 @@ def test_only_layers_decided_as_none_next_to_them_are_paired():
     short = shortening.shortened(step, unmarked)
     assert short is not None
     ops = short.step.graph.ops
-    blocks = sorted({op.likes.block for op in ops if op.likes is not None and op.likes.repeats > 1})
+    blocks = sorted(
+        {op.equivalence.block for op in ops if op.equivalence is not None and op.equivalence.repeats > 1}
+    )
     assert len(blocks) == shortening.NUM_REPRESENTATIVES
 
     def unlike(recomputing):
         sites = frozenset(
             (i,)
             for i, op in enumerate(ops)
-            if op.likes is not None
-            and op.likes.block in recomputing
+            if op.equivalence is not None
+            and op.equivalence.block in recomputing
             and op.phase is Phase.FORWARD
             and op.name in ("tanh", "mul", "add", "one_minus_square")
         )

@@ -1,11 +1,11 @@
 """The circular schedule: all forward passes, then all backward passes, with several stages on each worker, far apart.
 
-With v stages on each of p workers, stage s on worker s mod p, a microbatch goes around the workers v times. Each worker runs
-all microbatches through its first stage, then all through its second; backward passes go the other way round. The pipeline
-fills and drains in steps of a v-th of a worker's work, so that its bubble is GPipe's divided by v, as long as there are as
+With v stages on each of p workers, stage s on worker s mod p, a microbatch goes around the workers v times. Each worker
+runs all microbatches through its first stage, then all through its second; backward passes go the other way round. The
+pipeline fills and drains in steps of a v-th of a worker's work. So its bubble is GPipe's divided by v, if there are as
 many microbatches as workers. The residuals of all microbatches are held at once, as by GPipe.
 
-It is what one program for all stages can run: at any time all workers do the same.
+One program for all stages can run this schedule: at any time all workers do the same.
 
 Source: Xu et al. 2021, "GSPMD: general and scalable parallelization for ML computation graphs", section 3.3.
 """

@@ -59,7 +59,7 @@ def _tasks(worker: int, num_workers: int, num_microbatches: int, stages_per_work
     lead = min(2 * (num_workers - worker - 1) + (stages_per_worker - 1) * num_workers, total)
 
     def place(k: int) -> tuple[int, int]:
-        """Of the k-th pass: which of the worker's stages, and which microbatch."""
+        """The place of the k-th pass: the number of the stage among the worker's, and the microbatch."""
         group, inside = divmod(k, num_workers * stages_per_worker)
         chunk, j = divmod(inside, num_workers)
         return chunk, group * num_workers + j

@@ -1,15 +1,16 @@
 """1F1B: a backward pass as soon as it can be, so that few microbatches are in flight.
 
 A stage runs some forward passes ahead, then takes turns: one forward, one backward. With as many ahead as there are
-stages behind it, the backward pass of a microbatch is there just when the stage has run out of its lead, and stage i of p
-holds p - i microbatches' residuals at most, however many there are. The bubble is GPipe's.
+stages behind it, the backward pass of a microbatch arrives just when the stage has run out of its lead. Stage i of p
+holds the residuals of p - i microbatches at most, however many there are. The bubble is GPipe's.
 
-That leaves transfers no time: the next forward pass waits for the backward pass that comes back. *Eager* 1F1B runs twice
-as far ahead, so that what goes to and fro has the time of one more task per stage; it costs the memory of 2(p - i) - 1.
+That leaves transfers no time: the next forward pass waits for the backward pass that comes back. *Eager* 1F1B runs
+twice as far ahead, so that a transfer to and fro has the time of one more task per stage; it costs the memory of 2(p -
+i) - 1.
 
-Sources: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training" (PipeDream-Flush), and 2021, "Efficient
-large-scale language model training on GPU clusters using Megatron-LM", section 2.2.1; Zhuang et al. 2023, "On optimizing
-the communication of model parallelism", section 4, for eager 1F1B.
+Sources: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training" (PipeDream-Flush), and 2021,
+"Efficient large-scale language model training on GPU clusters using Megatron-LM", section 2.2.1; Zhuang et al. 2023,
+"On optimizing the communication of model parallelism", section 4, for eager 1F1B.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,5 @@
-"""Schedules by name: the families, how many stages each puts on a worker, and errors that say what would do."""
+"""Schedules by name: the families, the number of stages that each puts on a worker, and errors that say which numbers
+fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ class Family:
     """Schedules of one kind, for any number of workers and microbatches.
 
     Attributes:
-      build: from the numbers of workers and microbatches.
-      stages_per_worker: cut from the layers for each worker; None where it is for the caller to say, at least two.
-      check: raises an InputError where there is none for some numbers of workers and microbatches; None if there always is.
+      build: makes a schedule from the numbers of workers and microbatches.
+      stages_per_worker: number of stages of each worker; None if the caller chooses it, at least two.
+      check: raises an InputError if there is no schedule for some numbers of workers and microbatches; None if there
+        always is.
       splits_backward: whether weight gradients are tasks of their own.
       is_mirrored: whether the stages of a worker are as far from the first stage as from the last one.
     """

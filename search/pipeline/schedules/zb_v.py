@@ -1,11 +1,11 @@
 """ZB-V: next to no bubble in the memory of 1F1B.
 
-A microbatch goes down the workers and comes up again: worker w of p holds stages w and 2p-1-w. So the first worker holds
-the last stage too, backward passes begin there at once, and all workers hold equally much: p microbatches of a worker's
-layers, as does 1F1B's first.
+A microbatch goes down the workers and comes up again: worker w of p holds stages w and 2p-1-w. So the first worker also
+holds the last stage, and backward passes begin there at once. All workers hold equally much: p microbatches of a
+worker's layers, like the first worker of 1F1B.
 
-The order comes from running the pipeline in slots, one task each (forward, backward and weight gradient taken to be as
-long). A worker takes what is first of
+The order comes from running the pipeline in slots of one task each. Forward pass, backward pass and weight gradient are
+assumed to take equally long. A worker takes the first possible task of
 
     the backward pass that goes up (it is the last of its microbatch, others wait for it on the way),
     a forward pass for which there is memory, of its later stage first,
@@ -13,10 +13,10 @@ long). A worker takes what is first of
     the backward pass that goes down,
     a weight gradient.
 
-In the first 2p slots that fills every worker with 2p forward passes: the first worker has run 2p - 1 of them when its
-first microbatch comes up again. At the end, weight gradients are left to fill the slots until the last backward pass.
-With at least twice as many microbatches as workers there is no bubble on up to 4 workers, one slot of 6 per microbatch on
-up to 9, 3 slots on 12. (The paper's own orders have none; these rules are ours.)
+The first 2p slots fill every worker with 2p forward passes: the first worker has run 2p - 1 of them when its first
+microbatch comes up again. At the end, weight gradients fill the slots until the last backward pass. With at least twice
+as many microbatches as workers there is no bubble on up to 4 workers, one slot of 6 per microbatch on up to 9, and 3
+slots on 12. (The paper's own orders have none; these rules are ours.)
 
 Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 6, and 2024, "Pipeline parallelism with controllable
 memory".
@@ -28,12 +28,12 @@ from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 F, B, W = TaskKind
 DOWN, UP = 0, 1
-"""Of a worker's two stages: the one that microbatches meet first, and the other."""
+"""A worker's two stages: the one that microbatches reach first, and the other one."""
 
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker while slots pass: what it has done, and what is next of each kind and stage."""
+    """A worker while slots pass: its tasks so far, and the next one of each kind and stage."""
 
     stages: tuple[int, int]
     num_stages: int
@@ -43,7 +43,7 @@ class _Worker:
     held: int = 0
 
     def next(self, kind: TaskKind, chunk: int, done: set[Task]) -> Task | None:
-        """The next task of a kind and stage, if all that it reads is there."""
+        """The next task of a kind and stage, if all its operands are there."""
         microbatch = self.count.get((kind, chunk), 0)
         if microbatch == self.num_microbatches:
             return None
@@ -51,7 +51,7 @@ class _Worker:
         return task if done.issuperset(task.reads(self.num_stages)) else None
 
     def pick(self, done: set[Task]) -> Task | None:
-        """What the worker does in this slot."""
+        """The worker's task in this slot."""
         forward = self.next(F, UP, done) or self.next(F, DOWN, done)
         weight_gradient = self.next(W, UP, done) or self.next(W, DOWN, done)
         has_room = self.held < self.num_stages

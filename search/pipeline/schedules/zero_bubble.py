@@ -1,8 +1,8 @@
-"""ZB-H1 and ZB-H2: weight gradients where a worker would wait.
+"""ZB-H1 and ZB-H2: weight gradients fill the time in which a worker would wait.
 
-Of a backward pass other stages wait only for the gradient of a stage's input. What only weight gradients need (W) is a
-task of its own, and may come later: so backward passes (B) reach the first stage sooner, and W fills what would be idle.
-Both are 1F1B with B as the backward pass and W some microbatches behind, so far that all workers hold as much:
+Other stages wait only for the gradient of a stage's input. The work that only weight gradients need (W) is a task of
+its own and may come later. So backward passes (B) reach the first stage sooner, and W fills idle time. Both schedules
+are 1F1B with B as the backward pass and W some microbatches behind, so far that all workers hold equally much:
 
     ZB-H1: p - i - 1 forward passes ahead on stage i of p, W i microbatches behind: p in flight, as 1F1B's first stage;
     ZB-H2: 2 (p - i - 1) ahead, W 2i behind: 2p - 1 in flight, and where F = B = W no bubble at all.

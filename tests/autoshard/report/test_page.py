@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from autoshard import cli
-from autoshard.report.argument_tree import Node, tree
+from autoshard.report.argument_tree import ArgumentNode, tree
 from autoshard.report.worker_memory import held
 from autoshard.search.pipeline.timeline import simulated
 from autoshard.search.plan.plan import Candidate, Plan
@@ -199,13 +199,13 @@ def test_a_plan_of_an_earlier_version_has_a_page_without_a_profile():
 # --- arguments
 
 
-def names(node: Node, path: str = "") -> list[str]:
+def names(node: ArgumentNode, path: str = "") -> list[str]:
     """The paths of all arguments that a tree stands for."""
     found = re.search(r"(\d+)-(\d+)", node.label)
     numbers = range(int(found[1]), int(found[2]) + 1) if found else [None]
     labels = [node.label if n is None else node.label.replace(found[0], str(n)) for n in numbers]
     assert len(labels) == node.copies
-    if node.said:
+    if node.described:
         return [path + label for label in labels]
     return [name for label in labels for child in node.children for name in names(child, path + label)]
 
@@ -230,7 +230,7 @@ def test_arguments_whose_paths_are_no_tree_are_all_there():
         "",
     ]
     arguments = {name: ("P()", "float32[8] parameter") for name in odd}
-    found = [leaf for leaf in walk(tree(one_program(arguments))) if leaf.said]
+    found = [leaf for leaf in walk(tree(one_program(arguments))) if leaf.described]
     assert sum(leaf.copies for leaf in found) == len(odd)
     text = Read(one_program(arguments).report()).text
     assert "layer_01" in text

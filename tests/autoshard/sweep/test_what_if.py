@@ -14,7 +14,7 @@ from autoshard.sweep.cases import cases
 from autoshard.sweep.pool import KILLED, at_once
 from autoshard.sweep.rows import WhatIf
 from autoshard.sweep.searches import OfTarget, in_turn
-from autoshard.sweep.what_if import Sweep
+from autoshard.sweep.what_if import SweepRequest
 from tests.autoshard.sweep.test_rows import row
 
 FLOAT = "float32"
@@ -131,7 +131,7 @@ def test_a_process_that_is_killed_leaves_a_row(train):
 def test_warnings_of_processes_are_said_once(monkeypatch):
     answers = [(n, searches.Answer(reason="no", warned=("twice",))) for n in range(2)]
     monkeypatch.setattr("autoshard.sweep.pool.at_once", lambda *args: iter(answers))
-    sweep = Sweep(cases(["8xL4", "16xL4"]))
+    sweep = SweepRequest(cases(["8xL4", "16xL4"]))
     with pytest.warns(autoshard.AutoshardWarning, match="twice") as said:
         rows = dict(sweep.rows(OfTarget("train.py:target"), 2, lambda line: None))
     assert len(said) == 1
@@ -154,7 +154,7 @@ def run(monkeypatch, capsys):
                     raise KeyboardInterrupt
                 yield number, one
 
-        monkeypatch.setattr(command.Sweep, "rows", found)
+        monkeypatch.setattr(command.SweepRequest, "rows", found)
         status = cli.main(["what-if", "train.py:target", "--clusters", "16xH100-80GB,8xL4", *arguments])
         return status, *capsys.readouterr()
 
@@ -183,7 +183,7 @@ def test_the_command_has_the_options_of_the_function(run):
     )
     assert run(*options)[0] == 0
     (sweep,) = run.sweeps
-    assert sweep == Sweep(
+    assert sweep == SweepRequest(
         cases(["16xH100-80GB", "8xL4"], ["10GiB", "12GiB"], [8, 16]), None, 7, {"h100": 2.5}, time_limit_s=3.0
     )
 

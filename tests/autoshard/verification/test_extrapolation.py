@@ -19,7 +19,7 @@ from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification import extrapolation
 from autoshard.verification.extrapolation import extrapolated
 from autoshard.verification.judge import CompilerVerifier, Progress
-from autoshard.verification.shorten import Shortened
+from autoshard.verification.shorten import ShortPrograms
 from tests.zoo import make_megatron
 
 H100S = parse_cluster("8xH100-80GB")
@@ -112,9 +112,9 @@ def stats(temporary_bytes: int, collectives: dict[Any, Any]) -> CompiledStats:
     return CompiledStats(100, 1, temporary_bytes, 0, collectives, {"to host": (1, temporary_bytes)})
 
 
-def cut(*missing: int) -> Shortened:
+def cut(*missing: int) -> ShortPrograms:
     pair: Any = None
-    return Shortened(pair, (pair,) * len(missing), missing, 10, ())
+    return ShortPrograms(pair, (pair,) * len(missing), missing, 10, ())
 
 
 def test_missing_blocks_add_what_one_block_adds():

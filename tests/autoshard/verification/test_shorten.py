@@ -16,7 +16,7 @@ from autoshard.executors.jit import build
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.trace import trace
-from autoshard.verification.shorten import Shortened, Whole, shorten
+from autoshard.verification.shorten import NotShortened, ShortPrograms, shorten
 from tests import zoo
 from tests.executors import plans
 
@@ -68,7 +68,7 @@ def test_stages_of_a_convolutional_network_are_stacks_of_their_own():
 @pytest.mark.parametrize("name", ["mlp", "dlrm", "gpt_scan", "autoencoder"])
 def test_without_a_stack_the_step_stays_whole(name):
     found = shorten(traced_from_zoo(name), UNPLANNED)
-    assert isinstance(found, Whole)
+    assert isinstance(found, NotShortened)
     assert "has no stack of 5 layers or more" in found.reason
 
 
@@ -174,7 +174,7 @@ def test_layers_that_read_past_their_neighbours_stay():
         return jnp.mean(x**2)
 
     found = shorten(deep_step(dense), UNPLANNED)
-    assert isinstance(found, Whole)
+    assert isinstance(found, NotShortened)
     assert re.search(
         r"no layer of the step 'step' can be left out: .* at .*reads past the layers next to", found.reason
     )
@@ -239,9 +239,9 @@ def traced_from_zoo(name: str, **options: Any) -> Step:
     return trace(case.step, *case.abstract_args())
 
 
-def shortened(step: Step, sharding: StepSharding = UNPLANNED) -> Shortened:
+def shortened(step: Step, sharding: StepSharding = UNPLANNED) -> ShortPrograms:
     found = shorten(step, sharding)
-    assert isinstance(found, Shortened), found
+    assert isinstance(found, ShortPrograms), found
     return found
 
 

@@ -9,7 +9,7 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.graph import Phase, walk
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.loop_pairs import loop_pairs
-from autoshard.search.memory.loop_segments import Segments, check_segments, obstacle, segments_site
+from autoshard.search.memory.loop_segments import LoopSegments, check_segments, obstacle, segments_site
 from autoshard.search.memory.recompute import recomputed
 from autoshard.search.problem.flat_program import flatten
 from tests.search.memory.evaluation import evaluated
@@ -19,7 +19,7 @@ LENGTH = 13
 
 
 def in_segments(step, loop, *lengths, sites=(), end=None):
-    return recomputed(step, frozenset({segments_site((loop,), Segments(lengths, end)), *sites}))
+    return recomputed(step, frozenset({segments_site((loop,), LoopSegments(lengths, end)), *sites}))
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_numbers_stay_where_one_recurrence_reads_another():
     shapes = (2, 4, 4), (LENGTH, 3, 4)
     step = trace(stacked, *(jax.ShapeDtypeStruct(shape, jnp.float64) for shape in shapes))
     first, last = loop_pairs(step.graph)
-    both = {segments_site((first,), Segments((4,))), segments_site((last,), Segments((6, 2)))}
+    both = {segments_site((first,), LoopSegments((4,))), segments_site((last,), LoopSegments((6, 2)))}
     again, inputs = recomputed(step, frozenset(both)), drawn(step)
     for one, other in zip(evaluated(again.graph, *inputs), evaluated(step.graph, *inputs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
@@ -91,7 +91,7 @@ def test_the_numbers_stay_inside_a_loop_over_microbatches():
     outer = trace(accumulated, params, jax.ShapeDtypeStruct((2, *xs.shape), xs.dtype))
     ((path, graph),) = ((path, graph) for path, graph in walk(outer.graph) if loop_pairs(graph))
     (loop,) = loop_pairs(graph)
-    again = recomputed(outer, frozenset({segments_site((*path, loop), Segments((4,)))}))
+    again = recomputed(outer, frozenset({segments_site((*path, loop), LoopSegments((4,)))}))
     inputs = drawn(outer)
     for one, other in zip(evaluated(again.graph, *inputs), evaluated(outer.graph, *inputs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
@@ -129,7 +129,7 @@ def test_only_the_iterations_before_the_end_run_once_more():
 def test_segments_end_inside_of_the_loop(end):
     step, loop = traced(64)
     with pytest.raises(PlanError, match=f"segments before an iteration from 8 to 64, got {end}"):
-        check_segments(step.graph, loop, Segments((8,), end), "plan")
+        check_segments(step.graph, loop, LoopSegments((8,), end), "plan")
 
 
 @pytest.mark.pure
@@ -160,7 +160,7 @@ def test_a_loop_with_effects_is_not_cut():
     (loop,) = loop_pairs(graph)
     assert "has effects (debug_p" in obstacle(graph, loop)
     with pytest.raises(PlanError, match=r"plan cannot be cut into segments: its body has effects"):
-        check_segments(graph, loop, Segments((2,)), "plan")
+        check_segments(graph, loop, LoopSegments((2,)), "plan")
 
 
 @pytest.mark.pure
@@ -168,7 +168,7 @@ def test_a_loop_with_effects_is_not_cut():
 def test_lengths_fall_from_below_the_number_of_iterations(lengths):
     step, loop = traced(64)
     with pytest.raises(PlanError, match="that fall from below its 64 iterations"):
-        check_segments(step.graph, loop, Segments(lengths), "plan")
+        check_segments(step.graph, loop, LoopSegments(lengths), "plan")
 
 
 @pytest.mark.pure

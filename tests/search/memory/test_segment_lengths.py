@@ -6,7 +6,7 @@ from math import comb
 
 import pytest
 
-from autoshard.search.memory.loop_segments import Segments
+from autoshard.search.memory.loop_segments import LoopSegments
 from autoshard.search.memory.segment_lengths import LoopCut
 
 pytestmark = pytest.mark.pure
@@ -38,7 +38,7 @@ def test_of_lengths_that_leave_nothing_over_the_best_ones_are_found(seed):
         cut = loop(length, carry)
         lengths = cut.shortest(num_levels, residual)
         found = held_bytes(length, carry, residual, lengths)
-        assert not lengths or found == cut.held_bytes(Segments(lengths), residual)
+        assert not lengths or found == cut.held_bytes(LoopSegments(lengths), residual)
         divide = [
             lengths
             for lengths in all_lengths(length, num_levels)
@@ -51,7 +51,7 @@ def test_of_lengths_that_leave_nothing_over_the_best_ones_are_found(seed):
 def test_a_prime_number_of_iterations_leaves_few_over(length):
     """About twice the square root is held, as of a number with divisors (Chen et al. 2016)."""
     cut = loop(length, 1.0)
-    assert cut.held_bytes(Segments(cut.shortest(1, 1.0)), 1.0) < 2.5 * length**0.5
+    assert cut.held_bytes(LoopSegments(cut.shortest(1, 1.0)), 1.0) < 2.5 * length**0.5
 
 
 def revolve_steps(num_steps: int, num_slots: int) -> int:
@@ -70,6 +70,6 @@ def test_levels_take_few_more_steps_than_revolve(length, num_levels, ratio):
     """With as many slots as the levels hold carries and residuals, if these are of one size."""
     cut = loop(length, 1.0)
     lengths = cut.shortest(num_levels, 1.0)
-    slots = int(cut.held_bytes(Segments(lengths), 1.0))
+    slots = int(cut.held_bytes(LoopSegments(lengths), 1.0))
     steps = (1 + len(lengths)) * length
     assert revolve_steps(length, slots) <= steps <= ratio * revolve_steps(length, slots)

@@ -7,14 +7,14 @@ from itertools import accumulate
 import numpy as np
 
 from autoshard.search.pipeline.inter_op import fastest_cut, nearest_cut
-from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh
+from autoshard.search.pipeline.stage_costs import ClusterNode, StageOption, Submesh
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut
 
 Chosen = list[tuple[StageOption, int, int, int]]
 """Per stage: option, first layer, end, first device."""
 
 
-def submeshes(nodes: tuple[Node, ...], kind: str = "") -> tuple[Submesh, ...]:
+def submeshes(nodes: tuple[ClusterNode, ...], kind: str = "") -> tuple[Submesh, ...]:
     """The shapes on nodes of a kind: 1, 2, 4, ... devices of a node, and whole nodes."""
     alike = [node for node in nodes if node.kind == kind]
     num_devices = alike[0].num_devices
@@ -35,7 +35,7 @@ def drawn(seed: int) -> InterOpProblem:
     kinds = ["a"] if rng.random() < 0.7 else ["a", "b"]
     sizes = {kind: int(rng.choice([1, 2, 3, 4])) for kind in kinds}
     picked = sorted(rng.choice(kinds, size=int(rng.integers(1, 4))))
-    nodes = tuple(Node(sizes[kind], {"a": 10.0, "b": 14.0}[kind], kind) for kind in picked)
+    nodes = tuple(ClusterNode(sizes[kind], {"a": 10.0, "b": 14.0}[kind], kind) for kind in picked)
     nodes = nodes if sum(node.num_devices for node in nodes) <= 8 else nodes[:2]
     scarcity = rng.uniform(0.5, 6)
     options = []

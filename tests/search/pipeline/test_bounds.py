@@ -13,8 +13,9 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import StepProblem
-from autoshard.search.pipeline.bounds import Bounds, Pipelines, dispatch_s, least_makespan_s
-from autoshard.search.pipeline.proposals import Parts, Placed, Proposal
+from autoshard.search.pipeline.bounds import PipelineBounds, Pipelines, dispatch_s, least_makespan_s
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.proposals import Placed, Proposal
 from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule
 from autoshard.search.pipeline.simulator import StageCost, simulate
 from autoshard.search.pipeline.step_work import StepWork
@@ -91,10 +92,10 @@ def step_of(dtype: str) -> Step:
 
 
 @cache
-def bounds_of(dtype: str) -> Bounds:
+def bounds_of(dtype: str) -> PipelineBounds:
     step = step_of(dtype)
     problem = StepProblem.of(step, [""] * len(step.arguments), CLUSTER.device)
-    return Bounds(step, CLUSTER, StepWork.of(problem.on(CLUSTER, (8,))))
+    return PipelineBounds(step, CLUSTER, StepWork.of(problem.on(CLUSTER, (8,))))
 
 
 @cache

@@ -16,11 +16,13 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.mixed_cluster import MixedCluster
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
-from autoshard.search.pipeline.drafts import Drafting, Wanted
+from autoshard.search.pipeline.drafts import Drafting, DraftOptions
 from autoshard.search.pipeline.layers import MAX_LAYERS
+from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import Parts, Proposal
-from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
+from autoshard.search.pipeline.proposals import Proposal
+from autoshard.search.pipeline.search import PipelineSearch
 from autoshard.search.pipeline.simulator import simulate
 from tests.zoo.megatron import make_megatron
 from tests.zoo.mlp import make_mlp
@@ -80,7 +82,7 @@ def may_recompute() -> tuple[Parts, Parts]:
 
 def drafting(num_replicas: int, among: tuple[Parts, ...] = (), **wanted) -> Drafting:
     """Of the step in eight parts."""
-    options = Wanted(**{"memory_bytes": 80 << 30, **wanted})
+    options = DraftOptions(**{"memory_bytes": 80 << 30, **wanted})
     return Drafting(among or (plain(8),), num_replicas, SHAPES, options, CLUSTER)
 
 
@@ -108,7 +110,7 @@ def test_what_is_promised_of_stages_that_recompute_is_about_what_they_take(share
     kept, recomputed = may_recompute()
     free = drafting(2, (kept,), stages=2).draft()
     assert free is not None
-    cap_bytes = share * free.fullness * free.drafting.wanted.memory_bytes
+    cap_bytes = share * free.fullness * free.drafting.options.memory_bytes
     draft = drafting(2, (kept, recomputed), memory_bytes=cap_bytes, stages=2).draft()
     assert draft is not None
     proposal = draft.proposal()
@@ -134,7 +136,7 @@ def test_nothing_that_is_passed_over_is_faster(microbatches):
     for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
         if 16 % (microbatches * num_replicas) == 0:
             draft = Drafting(
-                (plain(microbatches * num_replicas),), num_replicas, shapes, options.wanted, CLUSTER
+                (plain(microbatches * num_replicas),), num_replicas, shapes, options.draft_options, CLUSTER
             ).draft()
             proposal = None if draft is None else draft.proposal()
             least_s = min(least_s, proposal.step_s) if isinstance(proposal, Proposal) else least_s
@@ -156,8 +158,8 @@ def test_groups_of_nodes_stand_in_the_order_that_is_best(cap_bytes):
     found_s, by_order = search.run().step_s, dict[str, float]()
     for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
         parts = PREPARED_MIXED.parts[4 * num_replicas]
-        for order, one in product(MIXED.orders, (parts, parts.lean)):
-            draft = Drafting((one,), num_replicas, shapes, options.wanted, order).draft()
+        for order, one in product(MIXED.orders, (parts, parts.with_split_parameters)):
+            draft = Drafting((one,), num_replicas, shapes, options.draft_options, order).draft()
             proposal = None if draft is None else draft.proposal()
             if isinstance(proposal, Proposal):
                 assert proposal.cluster == order
@@ -173,7 +175,7 @@ def test_a_stage_takes_what_its_own_kind_of_device_takes():
     parts = Parts.of(traced(), [""] * len(traced().arguments), MIXED.groups[0], 8)
     of_h100, of_a100 = (parts.on(group).costs((1,), 4) for group in MIXED.groups)
     assert (of_a100.forward_s > 1.2 * of_h100.forward_s).all()
-    draft = Drafting((parts,), 4, ((1,),), Wanted(80 << 30, stages=2), MIXED).draft()
+    draft = Drafting((parts,), 4, ((1,),), DraftOptions(80 << 30, stages=2), MIXED).draft()
     assert draft is not None
     first, second = draft.cut.stages
     assert first.time_s == pytest.approx(
@@ -255,9 +257,12 @@ def wide() -> Step:
 
 def test_lean_stages_hold_a_part_of_their_parameters_and_take_no_less_time():
     parts = Parts.of(wide(), [""] * len(wide().arguments), CLUSTER, 8)
-    assert parts.lean.costs((4,), 2).state_bytes.sum() < 0.95 * parts.costs((4,), 2).state_bytes.sum()
-    assert parts.lean.ledger((4,)).microbatch_s > parts.ledger((4,)).microbatch_s
-    assert parts.lean.recomputing(frozenset()).is_lean
+    assert (
+        parts.with_split_parameters.costs((4,), 2).state_bytes.sum()
+        < 0.95 * parts.costs((4,), 2).state_bytes.sum()
+    )
+    assert parts.with_split_parameters.ledger((4,)).microbatch_s > parts.ledger((4,)).microbatch_s
+    assert parts.with_split_parameters.recomputing(frozenset()).splits_parameters
 
 
 def test_where_parameters_do_not_fit_whole_stages_are_lean():
@@ -270,7 +275,7 @@ def test_where_parameters_do_not_fit_whole_stages_are_lean():
 
     roomy = found(80 << 30)
     tight = found(int(0.92 * max(roomy.peak_bytes)))
-    assert (roomy.parts.is_lean, tight.parts.is_lean) == (False, True)
+    assert (roomy.parts.splits_parameters, tight.parts.splits_parameters) == (False, True)
     assert max(tight.peak_bytes) < max(roomy.peak_bytes)
     assert tight.step_s > roomy.step_s
 

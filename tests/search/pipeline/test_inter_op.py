@@ -8,12 +8,14 @@ import pytest
 from autoshard.search.pipeline.inter_op import NEAREST
 from autoshard.search.pipeline.schedules.one_f_one_b import one_f_one_b
 from autoshard.search.pipeline.simulator import StageCost, simulate
-from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh
+from autoshard.search.pipeline.stage_costs import ClusterNode, StageOption, Submesh
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut
 from tests.search.pipeline import cuts
 
 
-def layers(num_layers: int, nodes: tuple[Node, ...], num_microbatches: int, **kwargs) -> InterOpProblem:
+def layers(
+    num_layers: int, nodes: tuple[ClusterNode, ...], num_microbatches: int, **kwargs
+) -> InterOpProblem:
     """Equal layers of a second on one device, perfectly shared by any submesh; a byte of state, one of residuals."""
     ones = np.ones(num_layers)
     options = tuple(
@@ -87,7 +89,7 @@ def test_what_does_not_fit_is_said_with_what_it_lacks(seed: int):
 
 def test_the_stage_that_does_not_fit_is_named():
     """Of four equal stages of one layer the first holds the most: a byte of state, four of residuals."""
-    nodes = tuple(Node(1, 4.0) for _ in range(4))
+    nodes = tuple(ClusterNode(1, 4.0) for _ in range(4))
     problem = layers(4, nodes, 8)
     parts = tuple(option for option in problem.options if option.submesh == Submesh(1, 1))
     found = cuts.plan_stages(replace(problem, options=parts))
@@ -100,14 +102,14 @@ def test_the_stage_that_does_not_fit_is_named():
 
 
 def test_where_all_fits_and_nothing_is_lost_by_sharding_there_is_one_stage():
-    found = plan(layers(8, (Node(8, 100.0),) * 2, 16))
+    found = plan(layers(8, (ClusterNode(8, 100.0),) * 2, 16))
     assert [stage.submesh for stage in found.stages] == [Submesh(2, 8)]
     assert found.step_s == pytest.approx(16 * 8 / 16)
 
 
 def test_the_prediction_is_what_the_simulator_says_of_equal_stages():
     """1F1B with free transfers: m + p - 1 times a stage."""
-    problem = layers(8, (Node(1, 100.0),) * 4, 12, num_stages=4)
+    problem = layers(8, (ClusterNode(1, 100.0),) * 4, 12, num_stages=4)
     found = plan(problem)
     costs = [StageCost(stage.time_s / 3, stage.time_s * 2 / 3) for stage in found.stages]
     assert [stage.end_layer - stage.first_layer for stage in found.stages] == [2] * 4
@@ -119,7 +121,7 @@ def test_the_prediction_is_what_the_simulator_says_of_equal_stages():
 
 def test_heavy_layers_get_more_devices():
     """Six devices of a node of four and one of two: a layer that is four times the others gets four."""
-    nodes = (Node(4, 100.0, "large"), Node(2, 100.0, "small"))
+    nodes = (ClusterNode(4, 100.0, "large"), ClusterNode(2, 100.0, "small"))
     time_s, free = np.array([4.0, 1.0, 1.0]), np.zeros(3)
     options = tuple(
         StageOption(s, "keep", time_s / s.size**0.99, free, free, free, free, node.kind)
@@ -133,7 +135,7 @@ def test_heavy_layers_get_more_devices():
 
 def test_recomputation_where_memory_asks_for_it():
     """Stages in front hold more in flight: they recompute, the last one keeps."""
-    nodes = (Node(1, 5.0),) * 4
+    nodes = (ClusterNode(1, 5.0),) * 4
     problem = layers(4, nodes, 8)
     options = tuple(
         replace(
@@ -154,14 +156,14 @@ def test_recomputation_where_memory_asks_for_it():
 
 
 def test_twelve_devices_in_one_node_are_all_used():
-    problem = layers(5, (Node(12, 100.0),), 4, num_stages=2)
+    problem = layers(5, (ClusterNode(12, 100.0),), 4, num_stages=2)
     found = plan(problem)
     assert sum(stage.submesh.size for stage in found.stages) == 12
     assert [stage.submesh.size for stage in found.stages] in ([4, 8], [8, 4])
 
 
 def test_a_thousand_devices_are_all_used():
-    problem = layers(32, (Node(8, 2.0),) * 125, 64, num_stages=4)
+    problem = layers(32, (ClusterNode(8, 2.0),) * 125, 64, num_stages=4)
     found = plan(problem, 1e-3)
     assert sum(stage.submesh.size for stage in found.stages) == 1000
     assert len(found.stages) == 4
@@ -169,7 +171,7 @@ def test_a_thousand_devices_are_all_used():
 
 def test_transfers_between_nodes_are_avoided_where_those_inside_are_free():
     problem = layers(
-        4, (Node(2, 1e9),) * 2, 1, num_stages=3, transfer_s=np.array([[0.0], [10.0]]) * np.ones(5)
+        4, (ClusterNode(2, 1e9),) * 2, 1, num_stages=3, transfer_s=np.array([[0.0], [10.0]]) * np.ones(5)
     )
     found = plan(problem)
     assert found.step_s < 20

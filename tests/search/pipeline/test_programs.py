@@ -102,7 +102,7 @@ def test_data_flows_forth_and_then_back(loss_fn):
     parts = parts_of(loss_fn)
     assigned = assign(parts, behind(parts, 1, 2, 3))
     for op in parts.body:
-        if op not in parts.made_anew:
+        if op not in parts.duplicated:
             stage = assigned.of_op[op]
             made = [v for v in op.operands if parts.is_of_microbatch(v) and v in assigned.of_value]
             for v in made:

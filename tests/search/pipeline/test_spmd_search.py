@@ -8,7 +8,7 @@ import autoshard
 from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
-from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.spmd_planning import apply, find
 from autoshard.search.pipeline.timeline import simulated
 from autoshard.search.plan.plan import Plan

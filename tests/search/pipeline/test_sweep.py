@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from autoshard.search.pipeline.stage_costs import Node, StageOption, StageTable, Submesh, prefix_sums
+from autoshard.search.pipeline.stage_costs import ClusterNode, StageOption, StageTable, Submesh, prefix_sums
 from autoshard.search.pipeline.sweep import Column, Places, _range_minimum, dominated
 
 
@@ -30,7 +30,7 @@ def test_more_stages_are_kept_only_where_they_take_less_time():
 
 def test_options_stand_only_where_others_may_stand_on_all_other_devices():
     """Of three nodes of 8: four devices in the middle of a node would leave two that nobody takes."""
-    nodes = (Node(8, 1.0),) * 3
+    nodes = (ClusterNode(8, 1.0),) * 3
     places = Places.of(nodes, table(Submesh(1, 4), Submesh(2, 8)))
     found = [
         (p, o, end)
@@ -50,7 +50,7 @@ def test_options_stand_only_where_others_may_stand_on_all_other_devices():
 
 
 def test_where_no_row_of_options_takes_all_devices_none_stands_anywhere():
-    places = Places.of((Node(8, 1.0),) * 3, table(Submesh(2, 8)))
+    places = Places.of((ClusterNode(8, 1.0),) * 3, table(Submesh(2, 8)))
     assert not any(map(len, places.options))
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.trace import trace
-from autoshard.search.memory.loop_segments import Segments, segments_site
+from autoshard.search.memory.loop_segments import LoopSegments, segments_site
 from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.problem.equivalence import folded_like
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
-from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.shortening import shortened
 from tests.search.recurrence import traced
 from tests.zoo import MAKERS
@@ -53,23 +53,23 @@ NAME, SITES = max(CODEC.sites.items(), key=lambda item: len(item[1]))
 )
 def test_some_of_a_class_may_be_recomputed(members, text):
     some = {SITES[n] for n in members}
-    said = CODEC.said(some)
+    said = CODEC.decisions(some)
     assert said == {NAME: text.format(len(SITES))}
     assert CODEC.read(said, "plan") == (some, frozenset())
     waiting = {NAME: text.replace("remat", "offload").format(len(SITES))}
-    assert CODEC.said((), some) == waiting
+    assert CODEC.decisions((), some) == waiting
     assert CODEC.read(waiting, "plan") == (frozenset(), some)
 
 
 def test_some_of_a_class_may_be_recomputed_and_others_wait_on_the_host():
     again, waiting = frozenset(SITES[:2]), frozenset(SITES[2:3])
-    said = CODEC.said(again, waiting)
+    said = CODEC.decisions(again, waiting)
     assert said == {NAME: f"remat 0-1 of {len(SITES)}; offload 2 of {len(SITES)}"}
     assert CODEC.read(said, "plan") == (again, waiting)
 
 
 def test_nothing_is_said_of_what_is_kept():
-    assert CODEC.said(()) == {}
+    assert CODEC.decisions(()) == {}
     assert CODEC.read({}, "plan") == (frozenset(), frozenset())
 
 
@@ -81,7 +81,7 @@ def test_every_forward_op_of_a_model_has_one_name(model):
     codec = RetentionCodec(fold(flatten(trace(case.step, *case.abstract_args()))))
     every = [site for sites in codec.sites.values() for site in sites]
     assert len(every) == len(set(every))
-    assert codec.read(codec.said(every), "plan") == (set(every), frozenset())
+    assert codec.read(codec.decisions(every), "plan") == (set(every), frozenset())
     assert all(name.startswith("forward ") for name in codec.sites)
 
 
@@ -119,14 +119,18 @@ def test_of_two_ops_alike_in_every_layer_the_same_one_is_recomputed_in_the_likes
     both = [
         s
         for s in of_few.sites.values()
-        if len(s) > 2 and known[s[1][0]].likes.block == known[s[2][0]].likes.block
+        if len(s) > 2 and known[s[1][0]].equivalence.block == known[s[2][0]].equivalence.block
     ]
     assert both, "layers have two norms"
-    seen = {(n, known[site[0]].likes.block): site for n, sites in enumerate(both) for site in reversed(sites)}
+    seen = {
+        (n, known[site[0]].equivalence.block): site
+        for n, sites in enumerate(both)
+        for site in reversed(sites)
+    }
     first = frozenset(seen.values())
-    sites, _ = of_all.read(of_few.said(first), "plan")
+    sites, _ = of_all.read(of_few.decisions(first), "plan")
     stand_ins = [
-        {s.graph.ops[i].likes.stand_in for (i,) in told}
+        {s.graph.ops[i].equivalence.representative for (i,) in told}
         for s, told in ((few.step, first), (few.whole, sites))
     ]
     assert stand_ins[0] == stand_ins[1]
@@ -139,14 +143,14 @@ LOOPS = RetentionCodec(fold(flatten(RECURRENCE)))
 @pytest.mark.parametrize(
     ("segments", "text"),
     [
-        (Segments((8,)), "remat in segments of 8"),
-        (Segments((16, 4)), "remat in segments of 16, 4"),
-        (Segments((16, 4), 48), "remat in segments of 16, 4 before 48"),
+        (LoopSegments((8,)), "remat in segments of 8"),
+        (LoopSegments((16, 4)), "remat in segments of 16, 4"),
+        (LoopSegments((16, 4), 48), "remat in segments of 16, 4 before 48"),
     ],
 )
 def test_a_loop_may_be_cut_into_segments(segments, text):
     sites = frozenset({segments_site((LOOP,), segments)})
-    assert LOOPS.said(sites) == {"forward scan": text}
+    assert LOOPS.decisions(sites) == {"forward scan": text}
     assert LOOPS.read({"forward scan": text}, "plan") == (sites, frozenset())
 
 

@@ -61,14 +61,14 @@ def test_the_probabilities_of_grouped_heads_are_written_out_once_for_each_produc
 def test_heads_of_their_own_are_read_as_they_lie():
     of = found(plain, *[array(BATCH, ROWS, HEADS, DEPTH)] * 3)
     assert written_out(of) == []
-    assert not of.turned
+    assert not of.transposed
     assert not of.across
 
 
 def test_where_two_products_meet_the_later_one_is_written_in_the_order_of_the_earlier_one_s():
     """As XLA does: the gradient of the probabilities, in float32, beside the scores that lie as (b, k, s, t, g)."""
     of = found(grouped, Q, K, K)
-    (turned,) = of.turned
+    (turned,) = of.transposed
     value, (maker, _) = of.program.values[turned], of.program.maker[turned]
     assert value.shape == (BATCH, GROUPS, HEADS, ROWS, ROWS)
     assert value.dtype == jnp.float32

@@ -45,7 +45,7 @@ def copies(found: StepProblem, position: int, phase: ReadPhase) -> dict[CopySour
     """By how it is come by: what the copy of this op's result for a phase is, and from where to where it lives."""
     op_class = found.graph.folded.class_of[position]
     node = found.graph.copy_of[op_class, 0, phase].node
-    return {i.way: (i.resident, i.start, i.end) for i in found.items if i.port.node == node}
+    return {i.copy_source: (i.resident, i.start, i.end) for i in found.items if i.port.node == node}
 
 
 # --- a step of five ops

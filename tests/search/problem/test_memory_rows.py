@@ -42,9 +42,11 @@ def live_ranges(draw) -> LiveRange:
     start, end = sorted((draw(st.integers(0, len(OPS) - 1)), draw(st.integers(0, len(OPS) - 1))))
     of_copy = draw(st.booleans())
     port = draw(st.sampled_from(OF_COPIES if of_copy else OF_GROUPS))
-    way = draw(st.sampled_from((None, *CopySource))) if of_copy else None
+    copy_source = draw(st.sampled_from((None, *CopySource))) if of_copy else None
     source = None if of_copy else draw(st.sampled_from((None, *OF_GROUPS)))
-    return LiveRange(port, draw(BYTES), start, end, way, draw(st.sampled_from(Resident)), start, source)
+    return LiveRange(
+        port, draw(BYTES), start, end, copy_source, draw(st.sampled_from(Resident)), start, source
+    )
 
 
 ITEMS = st.lists(live_ranges(), max_size=6).map(tuple)
@@ -62,8 +64,8 @@ def local(port: Port, num_bytes: int, chosen) -> float:
 
 def held(item: LiveRange, chosen) -> float:
     if (
-        item.way is not None
-        and COSTED.strategies[item.port.node].copy_sources[chosen[item.port.node]] is not item.way
+        item.copy_source is not None
+        and COSTED.strategies[item.port.node].copy_sources[chosen[item.port.node]] is not item.copy_source
     ):
         return 0.0
     own_bytes = local(item.port, item.num_bytes, chosen)

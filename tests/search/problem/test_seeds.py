@@ -8,7 +8,7 @@ import pytest
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import StepProblem
-from autoshard.search.problem.seeds import Rule, _Propagation, batch_factors, rules, seeds
+from autoshard.search.problem.seeds import SeedRule, _Propagation, batch_factors, rules, seeds
 from tests.search.chain import chain
 
 WIDTH = 2048
@@ -40,33 +40,33 @@ def products(found):
 
 def test_the_rules_of_a_mesh():
     assert set(rules((8,))) == {
-        Rule((0,), (), ()),
-        Rule((0,), (), (0,)),
-        Rule((0,), (0,), (0,)),
-        Rule((0,), None, None),
+        SeedRule((0,), (), ()),
+        SeedRule((0,), (), (0,)),
+        SeedRule((0,), (0,), (0,)),
+        SeedRule((0,), None, None),
     }
     assert len(set(rules((2, 8)))) == 3 * 6 + 2
     assert set(rules((1, 8))) == {
-        Rule((1,), *rest) for rest in [((), ()), ((), (1,)), ((1,), (1,)), (None, None)]
+        SeedRule((1,), *rest) for rest in [((), ()), ((), (1,)), ((1,), (1,)), (None, None)]
     }
 
 
 def test_data_parallelism():
-    found = by_rule(on_mesh(), Rule((0, 1), (), ()))
+    found = by_rule(on_mesh(), SeedRule((0, 1), (), ()))
     assert found["x"] == "P(('data', 'model'))"
     assert found["params[0]"] == found["params[3]"] == "P()"
     assert set(products(found)) == {"P(('data', 'model')), P() -> P(('data', 'model'))"}
 
 
 def test_hybrid_sharding_computes_as_data_parallelism():
-    found = by_rule(on_mesh(), Rule((0, 1), (1,), (1,)))
+    found = by_rule(on_mesh(), SeedRule((0, 1), (1,), (1,)))
     assert found["params[0]"] == "P('model')"
     assert set(products(found)) == {"P(('data', 'model')), P() -> P(('data', 'model'))"}
 
 
 def test_megatron_follows_where_the_batch_leaves_an_axis_free():
     """Columns first, then rows, whose sum is reduced once."""
-    found = by_rule(on_mesh(), Rule((0,), None, None))
+    found = by_rule(on_mesh(), SeedRule((0,), None, None))
     first, second, *_ = products(found)
     assert first == "P('data'), P(None, 'model') -> P('data', 'model')"
     assert second == "P('data', 'model'), P('model') -> P('data', unreduced={'model'})"
@@ -74,15 +74,15 @@ def test_megatron_follows_where_the_batch_leaves_an_axis_free():
 
 
 def test_a_frugal_rule_computes_alike_where_the_batch_leaves_an_axis_free():
-    found = by_rule(on_mesh(), Rule((1,), (0, 1), (0, 1), is_frugal=True))
+    found = by_rule(on_mesh(), SeedRule((1,), (0, 1), (0, 1), splits_storage_only=True))
     assert set(products(found)) == {"P('model'), P() -> P('model')"}
     assert found["params[0]"] == "P('model', 'data')"
 
 
 def test_what_cannot_be_split_evenly_stays_whole():
     args = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)], jax.ShapeDtypeStruct((30, WIDTH), jnp.float32)
-    assert by_rule(on_mesh(args=args), Rule((0, 1), (), ()))["x"] == "P()"
-    assert by_rule(on_mesh(args=args), Rule((0,), (), ()))["x"] == "P('data')"
+    assert by_rule(on_mesh(args=args), SeedRule((0, 1), (), ()))["x"] == "P()"
+    assert by_rule(on_mesh(args=args), SeedRule((0,), (), ()))["x"] == "P('data')"
 
 
 def test_the_loop_over_examples_is_followed_through_reshapes_and_products():

@@ -206,6 +206,7 @@ def test_a_step_that_was_not_shortened_counts_as_it_did():
     assert not program.is_shortened
     ops = short("llama").graph.ops
     again = replace(
-        short("llama"), graph=replace(short("llama").graph, ops=tuple(replace(op, likes=None) for op in ops))
+        short("llama"),
+        graph=replace(short("llama").graph, ops=tuple(replace(op, equivalence=None) for op in ops)),
     )
     assert sum(op.count for op in flatten(again).ops) < sum(op.count for op in flatten(short("llama")).ops)

@@ -14,7 +14,7 @@ from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.options import Options
 from autoshard.search.plan.estimates import estimate
 from autoshard.search.problem.streams import CONTENTION
-from autoshard.search.problem.traffic import Part, Way
+from autoshard.search.problem.traffic import HideableKind, Part
 from tests.search.chain import chain
 
 LAYERS, WIDTH, BATCH = 6, 2048, 1 << 17
@@ -53,10 +53,10 @@ def test_no_more_is_hidden_of_an_edge_than_there_is(cluster):
 def test_shares_are_no_more_than_the_computation_that_they_share():
     hiding = on_mesh("16xA100-80GB-Ethernet", (16,)).hiding
     shares_s = dict.fromkeys(hiding.traffic.pools, 0.0)
-    for rides, windows_s in zip(hiding.traffic.rides, hiding._windows_s, strict=True):
-        for ride, window_s in zip(rides, windows_s, strict=True):
-            share_s = min(window_s, hiding._rates[ride.pool] * ride.num_elements)
-            shares_s[ride.pool] += share_s * ride.is_counted
+    for hideables, windows_s in zip(hiding.traffic.hideables, hiding._windows_s, strict=True):
+        for hideable, window_s in zip(hideables, windows_s, strict=True):
+            share_s = min(window_s, hiding._rates[hideable.pool] * hideable.num_elements)
+            shares_s[hideable.pool] += share_s * hideable.is_counted
     assert {pool.part for pool in shares_s} >= {Part.FORWARD, Part.LATE}
     for pool, share_s in shares_s.items():
         assert share_s <= hiding._total_s(pool) * (1 + 1e-9), pool
@@ -66,12 +66,14 @@ def test_what_lies_between_activations_is_paid_in_full():
     problem = on_mesh("8xH100-80GB", (8,))
     graph = problem.memory.costed.graph
     ways = {}
-    for edge, rides in zip(graph.edges, problem.hiding.traffic.rides, strict=True):
-        ways.setdefault(graph.folded.op(edge.maker[0]).name, set()).update(ride.way for ride in rides)
+    for edge, hideables in zip(graph.edges, problem.hiding.traffic.hideables, strict=True):
+        ways.setdefault(graph.folded.op(edge.maker[0]).name, set()).update(
+            hideable.kind for hideable in hideables
+        )
     assert ways["tanh"] == set()
-    assert ways["dot_general"] <= {Way.REDUCTION}
-    assert ways["sub"] == {Way.RETURN}
-    assert ways["input"] == {Way.GATHER}
+    assert ways["dot_general"] <= {HideableKind.REDUCTION}
+    assert ways["sub"] == {HideableKind.RETURN}
+    assert ways["input"] == {HideableKind.GATHER}
 
 
 def test_what_takes_less_than_the_computation_beside_it_costs_its_contention_alone():
@@ -93,11 +95,11 @@ def test_on_a_slow_network_reductions_hide_behind_weight_gradients_and_no_more(s
     nothing but the update."""
     result = found("16xA100-80GB-Ethernet", (16,), spec)
     labels, hiding = result.chosen, result.on_mesh.hiding
-    edges = zip(hiding.costed.graph.edges, hiding.traffic.rides, hiding.seconds, strict=True)
+    edges = zip(hiding.costed.graph.edges, hiding.traffic.hideables, hiding.seconds, strict=True)
     hidden_s = sum(
         seconds[labels[edge.source.node], labels[edge.target.node]] / (1 - CONTENTION)
-        for edge, rides, seconds in edges
-        if rides and rides[0].way is Way.REDUCTION and np.ndim(seconds)
+        for edge, hideables, seconds in edges
+        if hideables and hideables[0].kind is HideableKind.REDUCTION and np.ndim(seconds)
     )
     device, rows = hiding.costed.device, BATCH // 16
     num_bytes = 4 * (WIDTH**2 + 2 * rows * WIDTH)
@@ -124,11 +126,11 @@ def test_a_plan_hides_no_more_than_there_is_however_many_legs_values_travel(batc
     result = driver.find(step, parse_cluster("64xA100-80GB-Ethernet"), Options(70 << 30, mesh=mesh))
     labels, hiding = result.chosen, result.on_mesh.hiding
     hidden_s = dict.fromkeys(hiding.traffic.pools, 0.0)
-    for edge, rides, seconds in zip(
-        hiding.costed.graph.edges, hiding.traffic.rides, hiding.seconds, strict=True
+    for edge, hideables, seconds in zip(
+        hiding.costed.graph.edges, hiding.traffic.hideables, hiding.seconds, strict=True
     ):
-        if rides and np.ndim(seconds):
-            hidden_s[rides[0].pool] += seconds[labels[edge.source.node], labels[edge.target.node]]
+        if hideables and np.ndim(seconds):
+            hidden_s[hideables[0].pool] += seconds[labels[edge.source.node], labels[edge.target.node]]
     assert sum(hidden_s.values()) == pytest.approx(result.plan.estimates.hidden_s)
     for pool, seconds in hidden_s.items():
         assert seconds <= 1.05 * (1 - CONTENTION) * hiding._total_s(pool), pool

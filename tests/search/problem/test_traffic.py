@@ -7,7 +7,7 @@ import pytest
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import StepProblem
-from autoshard.search.problem.traffic import Part, Pool, Way
+from autoshard.search.problem.traffic import HideableKind, Part, Pool
 from tests.search.chain import chain, mean_square
 
 LAYERS = 4
@@ -24,17 +24,21 @@ def traffic(step, *args):
     return StepProblem.of(traced, [""] * len(traced.arguments), DEVICE).traffic
 
 
-def rides(found, way, part):
+def hideables(found, way, part):
     """Those that count, in the order of their windows."""
-    every = (ride for rides in found.rides for ride in rides)
-    wanted = (ride for ride in every if ride.is_counted and ride.way is way and ride.pool.part is part)
-    return sorted(wanted, key=lambda ride: ride.window)
+    every = (hideable for hideables in found.hideables for hideable in hideables)
+    wanted = (
+        hideable
+        for hideable in every
+        if hideable.is_counted and hideable.kind is way and hideable.pool.part is part
+    )
+    return sorted(wanted, key=lambda hideable: hideable.window)
 
 
-def products(found, ride):
+def products(found, hideable):
     """How many products run beside a ride."""
-    start, end = ride.window
-    runs = found.runs[found.pools[ride.pool], start:end]
+    start, end = hideable.window
+    runs = found.runs[found.pools[hideable.pool], start:end]
     ops = found.graph.folded.program.ops[start:end]
     return sum(run for run, op in zip(runs, ops, strict=True) if op.name == "dot_general")
 
@@ -59,22 +63,22 @@ def scanned(params, x):
 
 def test_reductions_run_beside_what_makes_the_weight_gradients_behind_them():
     found = traffic(chain, *shapes(4096))
-    reductions = rides(found, Way.REDUCTION, Part.LATE)
-    assert [products(found, ride) for ride in reductions] == [3, 2, 1, 0]
+    reductions = hideables(found, HideableKind.REDUCTION, Part.LATE)
+    assert [products(found, hideable) for hideable in reductions] == [3, 2, 1, 0]
 
 
 def test_small_collectives_begin_with_the_last_and_end_with_the_first():
     """Gathers and reductions of 30 MiB all together: none of the gathers has a product before it, nor a reduction one behind
     it."""
     found = traffic(chain, *shapes(1024))
-    for way, part in ((Way.GATHER, Part.FORWARD), (Way.REDUCTION, Part.LATE)):
-        assert [products(found, ride) for ride in rides(found, way, part)] == [0] * LAYERS
+    for way, part in ((HideableKind.GATHER, Part.FORWARD), (HideableKind.REDUCTION, Part.LATE)):
+        assert [products(found, hideable) for hideable in hideables(found, way, part)] == [0] * LAYERS
 
 
 @pytest.mark.parametrize(("step", "is_beside"), [(chain, True), (clipped, False)])
 def test_the_update_hides_reductions_if_it_does_not_wait_for_all(step, is_beside):
     found = traffic(step, *shapes(4096))
-    (pool,) = {ride.pool for ride in rides(found, Way.REDUCTION, Part.LATE)}
+    (pool,) = {hideable.pool for hideable in hideables(found, HideableKind.REDUCTION, Part.LATE)}
     updates = found._parts == Part.UPDATE
     assert updates.any()
     assert found.runs[found.pools[pool]][updates].any() == is_beside
@@ -84,12 +88,12 @@ def test_a_loop_hides_its_collectives_in_the_iteration_that_they_are_of():
     stacked = jax.ShapeDtypeStruct((LAYERS, 4096, 4096), jnp.float32)
     found = traffic(scanned, stacked, shapes(4096)[1])
     (gather,), (reduction, behind) = (
-        rides(found, Way.GATHER, Part.FORWARD),
-        rides(found, Way.REDUCTION, Part.LATE),
+        hideables(found, HideableKind.GATHER, Part.FORWARD),
+        hideables(found, HideableKind.REDUCTION, Part.LATE),
     )
-    (again,) = rides(found, Way.GATHER, Part.BACKWARD)
+    (again,) = hideables(found, HideableKind.GATHER, Part.BACKWARD)
     assert {gather.pool.body, reduction.pool.body, again.pool.body} == set(found.graph.folded.program.loops)
-    assert [products(found, ride) for ride in (gather, reduction, again, behind)] == [0] * 4
+    assert [products(found, hideable) for hideable in (gather, reduction, again, behind)] == [0] * 4
 
 
 def test_nothing_runs_beside_a_loop():
@@ -103,5 +107,7 @@ def test_nothing_runs_beside_a_loop():
     stacked, x = jax.ShapeDtypeStruct((LAYERS, 4096, 4096), jnp.float32), shapes(4096)[1]
     found = traffic(step, stacked, jax.ShapeDtypeStruct((4096, 4096), jnp.float32), x)
     whole = Pool(Part.FORWARD, (0, len(found.graph.folded.program.ops)))
-    (of_head,) = (ride for ride in rides(found, Way.GATHER, Part.FORWARD) if ride.pool == whole)
+    (of_head,) = (
+        hideable for hideable in hideables(found, HideableKind.GATHER, Part.FORWARD) if hideable.pool == whole
+    )
     assert products(found, of_head) == 0

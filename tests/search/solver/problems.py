@@ -147,4 +147,4 @@ def at_most(bound, value):
 
 def turned(problem):
     """The same, with every edge seen from its other end, in the opposite order."""
-    return replace(problem, edges=tuple(edge.turned() for edge in reversed(problem.edges)))
+    return replace(problem, edges=tuple(edge.transposed() for edge in reversed(problem.edges)))

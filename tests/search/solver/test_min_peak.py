@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autoshard.search.solver import min_peak
 from autoshard.search.solver.clock import NEVER, PROCESSOR, Deadline, WorkClock
-from autoshard.search.solver.milp import Answer, free_of_cost
+from autoshard.search.solver.milp import MilpResult, free_of_cost
 from autoshard.search.solver.min_peak import RELATIVE_GAP, minimise_peak, smallest_peak
 from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from autoshard.search.solver.separation import NoFitError
@@ -127,7 +127,7 @@ def test_a_program_that_stops_at_its_gap_is_near_enough(monkeypatch):
 
     def largest_in_gap(problem, rows, limit_bytes, *, deadline, relative_gap):
         is_in_gap = peaks_bytes - peaks_bytes[0] <= relative_gap * peaks_bytes
-        return Answer((int(np.flatnonzero(is_in_gap)[-1]),), peaks_bytes[0])
+        return MilpResult((int(np.flatnonzero(is_in_gap)[-1]),), peaks_bytes[0])
 
     monkeypatch.setattr(min_peak, "solve_peak", largest_in_gap)
     monkeypatch.setattr(min_peak, "descend", lambda problem, rows, limit_bytes, price_s, start, clock: start)

@@ -59,7 +59,7 @@ def test_merging_and_turning_leave_what_they_are_given():
     problem = Problem((np.zeros(3), np.zeros(2)), (Edge(1, 0, LABELS), Edge(1, 0, LABELS)))
     assert merged(problem).edges[0].cost_s.tolist() == (2 * LABELS.T).tolist()
     assert LABELS[1, 2] == 6.0
-    edge = problem.edges[0].turned()
+    edge = problem.edges[0].transposed()
     assert (edge.u, edge.v, edge.cost_s.tolist()) == (0, 1, LABELS.T.tolist())
 
 

@@ -7,7 +7,7 @@ from autoshard.search.device.kernel_order import program_order
 from autoshard.search.device.lowering import Lowered
 from autoshard.search.device.timeline import peak
 from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
-from autoshard.search.pipeline.turned_copies import with_copies
+from autoshard.search.pipeline.layout_copies import with_copies
 from tests.search.device.programs import buffer, kernel
 
 LAYERS, LAYER_BYTES = 4, 8.0

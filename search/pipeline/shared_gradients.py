@@ -1,11 +1,11 @@
-"""Sums whose terms come from several stages are added up apart, and joined once.
+"""Gradients of parameters that several stages share: each stage adds up its own terms, and the sums are added once.
 
-A parameter that several stages use, such as a tied embedding, has a gradient with a term of each of them. The step adds
-these for each microbatch; a pipeline would send them from stage to stage as often. But what each microbatch adds to a sum
-is linear in its terms. So the ops that join terms of several stages are taken from the body to the epilogue, where they
-join what each stage has added up by itself: one transfer in a step. Other linear ops on the way to the sum go with them.
+The gradient of a tied embedding, for example, has terms of several stages. The step adds these terms for each
+microbatch; a pipeline would have to send them between stages as often. But the contribution of a microbatch to a sum is
+linear in its terms. So the ops that add terms of several stages move from the body to the epilogue, where they add the
+sums of the stages: one transfer per step. Other linear ops on the way to the sum move with them.
 
-Ops that widen a type stay: what comes before them would be added up in the narrower one.
+Ops that widen a dtype stay in the body, as the terms before them would be added up in the narrower one.
 """
 
 from collections import Counter
@@ -20,13 +20,13 @@ from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep, zeros
 from autoshard.search.pipeline.stages import StageAssignment
 
 
-def joined_late(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
-    """The step that joins terms of several stages in its epilogue."""
-    return _Joining(step, assigned).run()
+def added_once(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
+    """The step that adds terms of several stages in its epilogue."""
+    return _Moving(step, assigned).run()
 
 
-class _Joining:
-    """One step's sums."""
+class _Moving:
+    """The sums of one step."""
 
     def __init__(self, step: PipelineStep, assigned: StageAssignment) -> None:
         self.step, self.assigned = step, assigned
@@ -36,17 +36,17 @@ class _Joining:
         )
         self.once = Written(step.values, SCOPE)
         self.total_of = {term: total for total, term in step.terms.items()}
-        self.joins: dict[Op, None] = {}
+        self.moved: dict[Op, None] = {}
         self.like = dict(step.like)
 
     def run(self) -> PipelineStep:
         for term in self.step.terms.values():
-            self._join(term)
-        if not self.joins:
+            self._move(term)
+        if not self.moved:
             return self.step
-        moved = [op for op in self.step.body if op in self.joins]
-        late = [self._late(op) for op in moved]
-        gone = {v for op in moved for v in op.outputs}
+        late_ops = [op for op in self.step.body if op in self.moved]
+        late = [self._late(op) for op in late_ops]
+        gone = {v for op in late_ops for v in op.outputs}
         terms = {total: term for term, total in self.total_of.items() if term not in gone}
         dropped = self.step.terms.keys() - terms.keys()
         begins = [op for op in self.step.prologue if dropped.isdisjoint(op.outputs)]
@@ -54,22 +54,22 @@ class _Joining:
             self.step,
             values=tuple(self.once.values),
             prologue=(*begins, *self.once.ops),
-            body=tuple(op for op in self.step.body if op not in self.joins),
+            body=tuple(op for op in self.step.body if op not in self.moved),
             epilogue=(*late, *self.step.epilogue),
             terms=terms,
             like=self.like,
         )
 
-    def _join(self, term: int) -> None:
-        """Marks the ops behind a term that join several stages, and those between them and the sum."""
+    def _move(self, term: int) -> None:
+        """Marks the linear ops that lead from terms of several stages to a sum."""
         op = self.step.maker[term]
         if self._is_linear(op) and len({*self._stages(term)}) > 1:
-            self.joins[op] = None
+            self.moved[op] = None
             for v in op.operands:
-                self._join(v)
+                self._move(v)
 
     def _stages(self, term: int) -> Iterator[int]:
-        """Where the terms behind a term are made."""
+        """The stages that make the terms behind a term."""
         op = self.step.maker[term]
         if self._is_linear(op):
             for v in op.operands:
@@ -78,7 +78,7 @@ class _Joining:
             yield self.assigned.of_op[op]
 
     def _is_linear(self, op: Op) -> bool:
-        """Whether an op may as well join what its terms have been added up to."""
+        """True if an op is linear, and may as well run once on sums."""
         inputs = [self.step.values[v] for v in op.operands]
         return (
             op in self.assigned.backward
@@ -93,22 +93,22 @@ class _Joining:
         )
 
     def _late(self, op: Op) -> Op:
-        """An op that joins sums."""
+        """The op on sums in place of terms."""
         outputs = tuple(map(self._total, op.outputs))
         inputs = tuple(
-            self._begun(v) if self.step.maker[v] not in self.joins else self._total(v) for v in op.operands
+            self._begun(v) if self.step.maker[v] not in self.moved else self._total(v) for v in op.operands
         )
         return replace(op, inputs=inputs, outputs=outputs, phase=Phase.UPDATE)
 
     def _total(self, term: int) -> int:
-        """The sum of a term, by its number."""
+        """The sum of a term."""
         if term not in self.total_of:
             self.total_of[term] = self.once.new(self.step.values[term])
             self.like[self.total_of[term]] = term
         return self.total_of[term]
 
     def _begun(self, term: int) -> int:
-        """The sum of a term that a stage adds up by itself."""
+        """The sum of a term that one stage adds up; it begins at zero."""
         is_new = term not in self.total_of
         total = self._total(term)
         if is_new:

@@ -10,7 +10,7 @@ because its place depends on the number of layers.
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 
-from autoshard.search.ir.graph import Likes, Site, walk
+from autoshard.search.ir.graph import Equivalence, Site, walk
 from autoshard.search.problem.flat_program import FlatOp, FlatProgram
 from autoshard.search.problem.folding import FoldedProgram, fold, partitioned
 
@@ -22,8 +22,8 @@ def places(program: FlatProgram) -> tuple[Hashable, ...]:
     found: list[Hashable] = [
         arguments[op.number].place
         if op.name == "input"
-        else (None if likes is None or likes.place is None else (likes.place, what))
-        for op, likes, what in _described(program)
+        else (None if equivalence is None or equivalence.place is None else (equivalence.place, what))
+        for op, equivalence, what in _described(program)
     ]
     for i, op in enumerate(program.ops):
         if op.is_boundary and found[i] is None and found[made_by := _handed_on_by(program, i)] is not None:
@@ -34,7 +34,8 @@ def places(program: FlatProgram) -> tuple[Hashable, ...]:
 def blocks(program: FlatProgram) -> tuple[int | None, ...]:
     """Per op, its block among those of a stack whose ops have places; None where it is in none."""
     return tuple(
-        None if likes is None or likes.place is None else likes.block for _, likes, _ in _described(program)
+        None if equivalence is None or equivalence.place is None else equivalence.block
+        for _, equivalence, _ in _described(program)
     )
 
 
@@ -52,35 +53,35 @@ def folded_like(program: FlatProgram, short: FoldedProgram) -> FoldedProgram:
     """A whole step's program folded as the program of the step that stands for it. Ops without a counterpart there are
     folded as in the whole program."""
     of_argument = {name: a.name for a in short.program.step.arguments for name in a.names}
-    class_of = dict(zip(_stand_ins(short.program, of_argument), short.class_of, strict=True))
+    class_of = dict(zip(_representatives(short.program, of_argument), short.class_of, strict=True))
     own = fold(program).class_of
     classes: dict[tuple[bool, int], list[int]] = {}
-    for at, stands in enumerate(_stand_ins(program, of_argument)):
+    for at, stands in enumerate(_representatives(program, of_argument)):
         key = (False, class_of[stands]) if stands in class_of else (True, own[at])
         classes.setdefault(key, []).append(at)
     return partitioned(program, tuple(tuple(classes[key]) for key in sorted(classes)))
 
 
-def _stand_ins(program: FlatProgram, of_argument: Mapping[str, str]) -> list[Hashable]:
+def _representatives(program: FlatProgram, of_argument: Mapping[str, str]) -> list[Hashable]:
     """Per op, a name that is equal in all programs for an op and for the ops for which it stands."""
     arguments, results = program.step.arguments, program.step.results
     seen = Counter[Hashable]()
     found: list[Hashable] = []
     unnamed: list[int] = []
-    for op, likes, what in _described(program):
+    for op, equivalence, what in _described(program):
         if op.name == "input":
             found.append(("input", of_argument[arguments[op.number].name]))
         elif op.name == "output":
             found.append(("output", results[op.number]))
-        elif likes is None and op.is_boundary and op.operands:
+        elif equivalence is None and op.is_boundary and op.operands:
             made_by = program.maker[op.operands[0]][0]
             unnamed += [len(found)] * (made_by >= len(found))
             name = what[:-1], op.rule, found[made_by] if made_by < len(found) else None
             seen[op.operands[0], name] += 1
             found.append((name, seen[op.operands[0], name]))
         else:
-            block, stand_in = (-1, None) if likes is None else (likes.block, likes.stand_in)
-            name = stand_in, what, op.rule
+            block = -1 if equivalence is None else equivalence.block
+            name = equivalence and equivalence.representative, what, op.rule
             seen[block, name] += 1
             found.append((name, seen[block, name]))
     for i in unnamed:
@@ -91,13 +92,13 @@ def _stand_ins(program: FlatProgram, of_argument: Mapping[str, str]) -> list[Has
 
 def _described(
     program: FlatProgram,
-) -> Iterator[tuple[FlatOp, Likes | None, tuple[Hashable, ...]]]:
-    """Each op with its `Likes`, and a key that tells it from the other ops made of the same one."""
-    known: Mapping[Site, Likes] = {
-        (*path, i): op.likes
+) -> Iterator[tuple[FlatOp, Equivalence | None, tuple[Hashable, ...]]]:
+    """Each op with its `Equivalence`, and a key that tells it from the other ops made of the same one."""
+    known: Mapping[Site, Equivalence] = {
+        (*path, i): op.equivalence
         for path, graph in walk(program.step.graph)
         for i, op in enumerate(graph.ops)
-        if op.likes is not None
+        if op.equivalence is not None
     }
     for op in program.ops:
         is_constant = op.is_boundary and not op.operands

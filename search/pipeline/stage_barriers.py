@@ -1,15 +1,16 @@
-"""Barriers wait for values of their own stage only.
+"""Barriers that wait only for values of their own stage.
 
-*Recomputation.* In one program, the copies of a segment wait, by a barrier, for all values that the backward phase has made
-by then and still holds: the gradient that arrives, and weight gradients of layers behind (`search.memory.recompute`). In a
-pipeline, values of other stages would have to be sent there and, as the barrier passes them on, summed up there. Nothing is
-won by it: a stage's backward pass is a program of its own, which begins when its operands have come. So a barrier passes on
-the values of its own stage, and later readers of the others read these as they were made.
+*Recomputation.* In one program, a barrier makes the copies of a segment wait for all values that the backward phase has
+made by then and still holds: the gradient that arrives, and weight gradients of later layers
+(`search.memory.recompute`). In a pipeline, values of other stages would have to be sent there and, as the barrier
+passes them on, summed up there. That gains nothing: a stage's backward pass is a program of its own, which begins when
+its operands have arrived. So a barrier passes on only values of its own stage, and later readers of the others read
+these directly.
 
 *State on the host.* In one program, the fetch of a parameter's state waits for its gradient, and for new state that was
-stored before (`search.memory.fetches`). In a pipeline, each stage updates its own state in its own time. So a barrier of ops
-that run once is split into one barrier for each stage. To find the stages, each operand first gets a barrier of its own:
-otherwise one stage's state would seem to be read by another's barrier.
+stored before (`search.memory.fetches`). In a pipeline, each stage updates its own state in its own time. So a barrier
+of ops that run once is split into one barrier for each stage. To find the stages, each operand first gets a barrier of
+its own: otherwise one stage's state would seem to be read by another's barrier.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,11 +18,11 @@ from dataclasses import replace
 
 from autoshard.search.ir.graph import Op
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.stages import StageAssignment, is_tie
+from autoshard.search.pipeline.stages import StageAssignment, is_barrier
 
 
-def within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
-    """The step whose barriers in the backward phase pass on nothing of other stages.
+def barriers_within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
+    """The step whose barriers in the backward phase pass on no value of another stage.
 
     Args:
       step: the step in parts.
@@ -31,7 +32,7 @@ def within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep
     body: list[Op] = []
     for op in step.body:
         near = range(len(op.outputs))
-        if is_tie(op) and op in assigned.backward:
+        if is_barrier(op) and op in assigned.backward:
             near = [n for n in near if assigned.of_value[op.outputs[n]] == assigned.of_op[op]]
         read = tuple(made_as.get(v, v) if isinstance(v, int) else v for v in op.inputs)
         passed = zip(read, op.outputs, strict=False)
@@ -47,23 +48,23 @@ def within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep
     return replace(step, body=tuple(body), terms=terms, pieces=pieces)
 
 
-def untied(step: PipelineStep) -> PipelineStep:
-    """The step whose barriers, of ops that run once, have one operand each."""
+def barriers_per_value(step: PipelineStep) -> PipelineStep:
+    """The step in which each barrier of ops that run once has one operand."""
     return _split(step, lambda v: v)
 
 
-def tied_within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
-    """The step whose barriers, of ops that run once, have operands of one stage each.
+def barriers_per_stage(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
+    """The step in which each barrier of ops that run once has operands of one stage.
 
     Args:
       step: the step in parts.
-      assigned: the stages of the untied step.
+      assigned: the stages of the step in which each barrier has one operand.
     """
     return _split(step, assigned.of_value.__getitem__)
 
 
 def _split(step: PipelineStep, group: Callable[[int], Hashable]) -> PipelineStep:
-    """The step with a barrier for each group of a barrier's results."""
+    """The step with each barrier split by groups of its results."""
 
     def parts(op: Op) -> Iterator[Op]:
         groups = dict[Hashable, list[int]]()
@@ -72,13 +73,13 @@ def _split(step: PipelineStep, group: Callable[[int], Hashable]) -> PipelineStep
         yield from (_passing(op, which) for which in groups.values())
 
     def split(ops: Sequence[Op]) -> tuple[Op, ...]:
-        return tuple(part for op in ops for part in (parts(op) if is_tie(op) else (op,)))
+        return tuple(part for op in ops for part in (parts(op) if is_barrier(op) else (op,)))
 
     return replace(step, prologue=split(step.prologue), epilogue=split(step.epilogue))
 
 
 def _passing(op: Op, which: Sequence[int]) -> Op:
-    """A barrier that passes on some of what it does."""
+    """A barrier with some of its operands and results."""
     return replace(
         op,
         inputs=tuple(op.inputs[n] for n in which),

@@ -1,7 +1,7 @@
-"""What a solution for the whole step imposes on some of its ops, wherever these stand now.
+"""The sharding that a solution for the whole step decides for single ops, wherever they stand in other graphs.
 
-A pipeline's programs consist of ops of the step, or of parts of such ops. What is decided of an op in the step, and inside
-of it, holds for it in a program too: only its place is another one.
+A pipeline's programs consist of ops of the step, or of parts of such ops. The decisions for an op, and for the ops
+inside it, hold in a program, too; only the op's place is another one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,18 +12,18 @@ from autoshard.search.ir.sharding import OperandReshard, Place, StepSharding
 from autoshard.search.ir.spec import Spec
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.stages import is_tie
+from autoshard.search.pipeline.stages import is_barrier
 
 
 @dataclass(frozen=True, eq=False)
-class Imposed:
-    """By op of the step: specs, and how operands are brought, with the places from the op on.
+class OpShardings:
+    """The specs and operand reshards of a solution, by op of the step. Their places are relative to the op.
 
     Attributes:
       step: the step in parts.
-      whole: what the solution imposes on the step with its loop.
-      specs: of it, by op.
-      reshards: likewise.
+      whole: the solution's sharding of the step with its loop.
+      specs: by op, the specs of its values.
+      reshards: by op, the reshards of its operands.
     """
 
     step: PipelineStep
@@ -32,14 +32,14 @@ class Imposed:
     reshards: Mapping[Site, list[tuple[Place, OperandReshard]]]
 
     @classmethod
-    def of(cls, intra_op: IntraOp, step: PipelineStep) -> "Imposed":
-        """Of a solution of the step that `step` takes apart."""
+    def of(cls, intra_op: IntraOp, step: PipelineStep) -> "OpShardings":
+        """The sharding of a solution for the step that `step` takes apart."""
         whole = intra_op.sharding
         depth = len((step.loop, "jaxpr", 0)) + 1
         return cls(step, whole, _by_op(whole.specs, depth), _by_op(whole.reshards, depth))
 
     def on(self, ops: Sequence[Op]) -> StepSharding:
-        """What holds for ops in a graph that consists of these."""
+        """The sharding of a graph that consists of these ops."""
         specs: dict[Place, tuple[Spec, ...]] = {}
         reshards: dict[Place, OperandReshard] = {}
         for i, op in enumerate(ops):
@@ -48,16 +48,16 @@ class Imposed:
                 reshards |= self._moved(op, i, self.reshards.get(site, ()))
         return replace(self.whole, specs=specs, reshards=reshards)
 
-    def _moved[T](self, op: Op, i: int, imposed: Iterable[tuple[Place, T]]) -> dict[Place, T]:
-        """What is imposed on an op where it is the i-th now. A barrier may pass on less than it did in the step."""
-        if not is_tie(op):
-            return {(what, (i, *rest), n): said for (what, rest, n), said in imposed}
+    def _moved[T](self, op: Op, i: int, decisions: Iterable[tuple[Place, T]]) -> dict[Place, T]:
+        """The decisions for an op at its new index. A barrier may have fewer results than in the step."""
+        if not is_barrier(op):
+            return {(what, (i, *rest), n): decision for (what, rest, n), decision in decisions}
         number = {place[2]: n for n, v in enumerate(op.outputs) if (place := self.step.place_of(v))}
-        return {(what, (i,), number[n]): said for (what, _, n), said in imposed if n in number}
+        return {(what, (i,), number[n]): decision for (what, _, n), decision in decisions if n in number}
 
 
 def _by_op[T](places: Mapping[Place, T], depth: int) -> dict[Site, list[tuple[Place, T]]]:
     found: dict[Site, list[tuple[Place, T]]] = {}
-    for (what, site, n), imposed in places.items():
-        found.setdefault(site[:depth], []).append(((what, site[depth:], n), imposed))
+    for (what, site, n), decisions in places.items():
+        found.setdefault(site[:depth], []).append(((what, site[depth:], n), decisions))
     return found

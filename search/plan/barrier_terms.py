@@ -25,30 +25,30 @@ MAKERS = frozenset({PRODUCT, "reduce_sum"})
 """Ops that make terms on each device as they make the whole: none of their parameters holds a size that is split."""
 
 
-def waited_terms(paths: ReshardPaths) -> Mapping[int, ReshardPath | None]:
+def barrier_terms(paths: ReshardPaths) -> Mapping[int, ReshardPath | None]:
     """By value whose terms a barrier waits for, the path that scatters them as they are made; None if they are not made
     shard by shard."""
     found: dict[int, ReshardPath | None] = {}
     for op in paths.program.ops:
         for v, _ in op.after:
             if v not in found and (read := paths.first_read(v)) is not None:
-                way = (*paths.to_rest(v), *paths.to_reader(*read).path)
-                if PARTIAL in (way[-1].after if way else paths.made(v)):
-                    found[v] = way if _is_on_shards(paths, v, way) else None
+                path = (*paths.to_rest(v), *paths.to_reader(*read).path)
+                if PARTIAL in (path[-1].after if path else paths.made(v)):
+                    found[v] = path if _is_on_shards(paths, v, path) else None
     return found
 
 
-def _is_on_shards(paths: ReshardPaths, v: int, way: ReshardPath) -> bool:
+def _is_on_shards(paths: ReshardPaths, v: int, path: ReshardPath) -> bool:
     """True if a value can be made shard by shard and scattered: no operand is partial, and all shapes split evenly."""
     i, _ = paths.maker[v]
     op, values, mesh_shape = paths.program.ops[i], paths.program.values, paths.costed.resharder.mesh.shape
     ports = [paths.graph.ports[paths.folded.class_of[i], n, False] for n in range(len(op.operands))]
     read = list(zip(op.operands, map(paths.spec, ports), strict=True))
-    lies: list[tuple[int, Spec]] = [*read, (v, paths.made(v)), *((v, step.after) for step in way)]
+    specs: list[tuple[int, Spec]] = [*read, (v, paths.made(v)), *((v, step.after) for step in path)]
     return (
         op.name in MAKERS
         and len(paths.program.uses[v]) == 1
-        and all(step.kind in REDUCTIONS for step in way)
+        and all(step.kind in REDUCTIONS for step in path)
         and all(PARTIAL not in spec for _, spec in read)
-        and all(divides(spec, values[u].shape, mesh_shape) for u, spec in lies)
+        and all(divides(spec, values[u].shape, mesh_shape) for u, spec in specs)
     )

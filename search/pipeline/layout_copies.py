@@ -1,7 +1,7 @@
-"""Copies of what a part of a step is handed, or hands on, in the orders that its products want.
+"""Copies of a part's operands and results in the layouts that its products need.
 
-Who wants which, says `search.device.handed_over`. Here they become kernels of the part, for the memory that they take: they
-are told no time, as the compiler's scheduler puts nothing beside them.
+`search.device.handed_over` says which products need which layout. Here the copies become kernels of the part, for their
+memory alone: they take no time, as the compiler's scheduler overlaps nothing with them.
 """
 
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_
 from autoshard.search.problem.layouts import Order
 from autoshard.search.problem.live_ranges import Resident
 
-FREE = KernelTime(0.0, 0.0)
-"""The time of a copy here."""
+NO_TIME = KernelTime(0.0, 0.0)
+"""The time of a copy: the scheduler overlaps nothing with it."""
 
 
 def with_copies(part: Lowered, handed: frozenset[int]) -> Lowered:
-    """A part's kernels with those that write such copies.
+    """A part's kernels, with those that write such copies.
 
     Args:
-      part: its kernels.
-      handed: the buffers that it is handed or hands on.
+      part: the part's kernels.
+      handed: the buffers that it gets or hands on.
     """
     copying = _Copying(part, handed)
     for k, kernel in enumerate(part.kernels):
@@ -35,8 +35,9 @@ class _Copying:
     """One walk over a part's kernels.
 
     Attributes:
-      kernels: written so far, those of copies included; what is copied before a loop stands before all.
-      number: by kernel of the part, its place among these.
+      before: copies that are made ahead of a loop, which stand before all kernels.
+      kernels: the kernels so far, other copies included.
+      number: by kernel of the part, its index in `kernels`.
     """
 
     def __init__(self, part: Lowered, handed: frozenset[int]) -> None:
@@ -49,7 +50,7 @@ class _Copying:
         self.order_of: dict[int, Order] = {}
 
     def take(self, k: int, kernel: Kernel) -> None:
-        """Goes on to a kernel."""
+        """Appends a kernel, and the copies that it reads."""
         read: dict[int, int] = {}
         for copy in kernel.turned:
             if copy.buffer in self.handed:
@@ -58,7 +59,7 @@ class _Copying:
         self.kernels.append(self._reading(kernel, read) if read else kernel)
 
     def _copied(self, kernel: Kernel, copy: TurnedCopy) -> int:
-        """The buffer in which a product finds what it wants."""
+        """The buffer that holds an operand of a product in the layout that it needs."""
         loops = kernel.loops
         if copy.is_part and loops and self.order_of.setdefault(copy.buffer, copy.order) == copy.order:
             return self._made(self.before, kernel, copy, loops[1:], copy.num_parts * copy.num_bytes)
@@ -72,11 +73,11 @@ class _Copying:
             self.made[key] = made = len(self.buffers)
             self.buffers.append(Buffer(num_bytes, Resident.TEMPORARIES, False, loops))
             reads, root = (copy.buffer,), Copies(copy.order)
-            kernels.append(Kernel(kernel.position, reads, (made,), (), None, 0.0, FREE, loops, None, root))
+            kernels.append(Kernel(kernel.position, reads, (made,), (), None, 0.0, NO_TIME, loops, None, root))
         return self.made[key]
 
     def _reading(self, kernel: Kernel, instead: Mapping[int, int]) -> Kernel:
-        """A product that reads copies. A part that was copied is no slice any more."""
+        """A product that reads copies. A copied layer is no slice any more."""
         num_left = len(kernel.loops)
         sliced = tuple(
             b for b in kernel.sliced if b not in instead or len(self.buffers[instead[b]].loops) < num_left
@@ -88,7 +89,7 @@ class _Copying:
         return replace(kernel, reads=reads, sliced=sliced, workspace_bytes=workspace_bytes)
 
     def lowered(self) -> Lowered:
-        """The part as it is now."""
+        """The part with its copies."""
         number = {k: len(self.before) + n for k, n in self.number.items()}
         kernels = (*self.before, *renumbered(self.kernels, number))
         return Lowered(kernels, tuple(self.buffers))

@@ -9,9 +9,9 @@ import pytest
 
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.trace import trace
-from autoshard.search.pipeline.imposed import Imposed
+from autoshard.search.pipeline.op_shardings import OpShardings
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.pipeline.stages import is_tie
+from autoshard.search.pipeline.stages import is_barrier
 
 SPECS = ((0,), (1,), (2,))
 """Of the barrier's three results, each split along another dimension."""
@@ -31,7 +31,7 @@ def waiting_step(w, x):
 def test_a_barrier_that_passes_on_less_is_imposed_on_by_value(passed_on):
     w, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 8), (16, 8)))
     parts = PipelineStep.of(trace(waiting_step, w, x), 2)
-    barrier = next(op for op in parts.body if is_tie(op))
+    barrier = next(op for op in parts.body if is_barrier(op))
     places = [parts.place_of(v) for v in barrier.outputs]
     whole = StepSharding((2,), ("data",), dict(zip(places, [(s,) for s in SPECS], strict=True)), {})
     less = replace(
@@ -40,7 +40,7 @@ def test_a_barrier_that_passes_on_less_is_imposed_on_by_value(passed_on):
         outputs=tuple(barrier.outputs[n] for n in passed_on),
         result_values=tuple(barrier.result_values[n] for n in passed_on),
     )
-    found = Imposed.of(SimpleNamespace(sharding=whole), parts).on([barrier, less]).specs
+    found = OpShardings.of(SimpleNamespace(sharding=whole), parts).on([barrier, less]).specs
     assert found == {("result", (0,), n): (s,) for n, s in enumerate(SPECS)} | {
         ("result", (1,), n): (SPECS[was],) for n, was in enumerate(passed_on)
     }
