@@ -90,6 +90,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _kept_from_the_collector():
+    """So do the caches that a module's tests fill: a full collection would take longer with each module."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _wide_terminal(monkeypatch):
     """One in which no line of what is printed is broken; tests of that say otherwise."""
