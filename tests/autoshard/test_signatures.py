@@ -62,12 +62,15 @@ def check(step, state, batches):
 
 SPLIT = {"mesh": (8,), "pin": {"x": "P('data')"}}
 
+EXECUTORS = [{}, {"microbatches": 2}, {"stages": 2, "microbatches": 2, "schedule": "1f1b", "mesh": (4, 1)}]
+
 
 # --- a last batch
 
 
-@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize("sizes", [(32, 32, 33, 32, 0, 33), (33, 33, 32)])
+@pytest.mark.parametrize(
+    ("sizes", "as_array"), [((32, 32, 33, 32, 0, 33), np.asarray), ((33, 33, 32), jnp.asarray)]
+)
 def test_batches_of_other_sizes_are_planned_once_each(sizes, as_array):
     said: list[str] = []
     step = autoshard.parallelize(train_step, progress=said.append, **(SPLIT if sizes[0] == 32 else {}))
@@ -76,7 +79,7 @@ def test_batches_of_other_sizes_are_planned_once_each(sizes, as_array):
     assert said.count("tracing") == said.count("compiling") == len(set(sizes))
 
 
-@pytest.mark.parametrize("other", [np.ones(9, "float32"), 2.0, np.float32(2), None])
+@pytest.mark.parametrize("other", [np.ones(9, "float32"), 2.0, None])
 def test_an_argument_of_another_rank_or_size_than_the_pinned_one(other):
     pin = {"x": "P('data')", "y": "P('data')"}
     step = autoshard.parallelize(train_step, mesh=(8,), pin=pin)
@@ -132,7 +135,7 @@ def test_a_last_batch_of_an_nnx_object():
     np.testing.assert_allclose(ours.w[...], theirs.w[...], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"microbatches": 2}, {"stages": 2, "microbatches": 2}])
+@pytest.mark.parametrize("options", [{"microbatches": 2, "mesh": (8,)}, EXECUTORS[-1]], ids=str)
 def test_a_last_batch_that_has_not_so_many_microbatches(options):
     step = autoshard.parallelize(layered_step, **options)
     batches = [(examples(n),) for n in (32, 32, 33, 32, 1, 33)]
@@ -179,7 +182,7 @@ EMPTY = {
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(16, {}), (0, {"mesh": (2, 4)}), (16, {"microbatches": 2}), (0, {"stages": 2, "microbatches": 2})],
+    [(16, {}), (0, {"mesh": (2, 4)}), (16, {"microbatches": 2}), (0, EXECUTORS[-1])],
     ids=str,
 )
 def test_arrays_of_no_elements(size, options):
@@ -221,9 +224,6 @@ def as_restored():
 
 def weak_types_of(tree):
     return [(x.shape, x.dtype, x.weak_type) for x in map(jax.typeof, jax.tree.leaves(tree))]
-
-
-EXECUTORS = [{}, {"microbatches": 2}, {"stages": 2, "microbatches": 2, "schedule": "1f1b", "mesh": (4, 1)}]
 
 
 @pytest.mark.parametrize("options", EXECUTORS, ids=str)
