@@ -21,7 +21,7 @@ from tests.simulated import keep_programs, simulate_devices
 
 simulate_devices()
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", UNTIMED, max_examples=25, derandomize=True)
+settings.register_profile("quick", UNTIMED, max_examples=15, derandomize=True)
 settings.register_profile("thorough", UNTIMED, max_examples=200)
 settings.load_profile("quick")
 

@@ -29,7 +29,7 @@ from autoshard.search.solver import clock
 from autoshard.search.solver.clock import WorkClock
 from tests.decisions import with_decisions
 from tests.executors import plans
-from tests.zoo import MAKERS
+from tests.zoo import MAKERS, traced
 
 MESHES = ((2, 4), (8,), (2, 3))
 THREE_AXES = ("mlp", "resnet")
@@ -43,12 +43,6 @@ QUICK += [("mlp", kind) for kind in ("fastest", "smallest")]
 SLOW = [(model, "drawn") for model in MAKERS] + [(model, "fastest") for model in FASTEST]
 SLOW += [(model, "smallest") for model in SMALLEST]
 SLOW = [plan for plan in SLOW if plan not in QUICK]
-
-
-@functools.cache
-def traced(model: str) -> Step:
-    case = MAKERS[model]()
-    return trace(case.step, *case.abstract_args())
 
 
 NUM_LAYERS = 10

@@ -65,13 +65,13 @@ def test_frozen_weights_go_before_what_is_trained():
 def test_what_is_certified_of_a_plan_on_the_host_holds_on_all_meshes():
     """Of plans with as much there; without it no plan fits."""
     four, asked = parse_cluster("4xH100-80GB"), ((4,), (2, 2))
-    two_layers, times_state = trace(*adamw_chain(num_layers=2, width=1024, rows=64)), 3.0 / 4 * 2 / 8
-    plan = found(times_state, four, two_layers)
+    four_layers, times_state = trace(*adamw_chain(num_layers=4, width=1024, rows=64)), 3.0 / 4 * 4 / 8
+    plan = found(times_state, four, four_layers)
     assert hosted(plan)
     assert set(plan.meshes) >= set(asked)
     assert plan.gap is not None
     for shape in asked:
-        alone = found(times_state, four, two_layers, mesh=shape, offload=("optimizer_state",))
+        alone = found(times_state, four, four_layers, mesh=shape, offload=("optimizer_state",))
         assert alone.estimates.unhidden_s >= (1 - plan.gap) * plan.estimates.unhidden_s
 
 

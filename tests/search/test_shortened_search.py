@@ -250,7 +250,7 @@ def test_the_whole_step_takes_it_as_it_is_and_as_long(limit_bytes, put_off):
 
 def test_what_goes_round_the_microbatches_is_there_for_all_layers():
     """Sums of gradients above all."""
-    options = Options(PLENTY_BYTES, (8,), offload="never", microbatches=4)
+    options = Options(PLENTY_BYTES, (2, 4), offload="never", microbatches=4)
     result = driver.find(stack(4096, 2048), H100S, options)
     assert_the_whole_step_takes(result)
     program = result.problem.graph.folded.program
