@@ -297,7 +297,7 @@ def test_an_edited_cut_is_honoured_and_an_impossible_one_refused(mlp):
 
 def test_a_batch_of_another_size_has_its_own_pipeline(mlp):
     case = mlp.case
-    step = autoshard.parallelize(case.step, stages=2, microbatches=2, schedule="1f1b", mesh=(4, 1))
+    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
     state, _ = step(case.init(), case.batch(0))
     half = jax.tree.map(lambda x: x[:12], case.batch(1))
     with pytest.warns(autoshard.AutoshardWarning, match="planning once for the new ones too$"):
