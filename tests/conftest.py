@@ -21,7 +21,7 @@ from tests.simulated import keep_programs, simulate_devices
 
 simulate_devices()
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", UNTIMED, max_examples=25, derandomize=True)
+settings.register_profile("quick", UNTIMED, max_examples=15, derandomize=True)
 settings.register_profile("thorough", UNTIMED, max_examples=200)
 settings.load_profile("quick")
 
@@ -87,6 +87,14 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Modules and tests stay: the garbage collector need not look at them again and again."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept_from_the_collector():
+    """So do the caches that a module's tests fill: a full collection would take longer with each module."""
+    yield
+    gc.collect()
     gc.freeze()
 
 

@@ -396,8 +396,7 @@ def test_examples_that_depend_on_one_another_are_the_reason_given():
 
 
 def test_state_of_ones_own_is_placed_in_later_calls_too_and_kept(mlp):
-    case = mlp.case
-    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
+    case, step = mlp.case, in_two_stages()
     wanted, _ = step(case.init(), case.batch(0))
     anew, there = case.init(), jax.device_put(case.init(), jax.devices()[7])
     for state in (anew, there, jax.tree.map(np.asarray, anew)):
@@ -407,7 +406,7 @@ def test_state_of_ones_own_is_placed_in_later_calls_too_and_kept(mlp):
 
 def test_where_the_state_will_lie_is_said_beforehand(mlp):
     case = mlp.case
-    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
+    step = autoshard.parallelize(case.step, plan=in_two_stages().plan)
     shapes = step.abstract_state(case.init, args=(case.batch(0),))
     state = step.init(case.init, args=(case.batch(0),))
     alike = jax.tree.map(
@@ -422,6 +421,14 @@ def test_what_it_does_is_told():
     assert said[0] == "tracing"
     assert said[-1] == "compiling"
     assert "2 microbatches, 4 replicas of each stage" in said
+
+
+@functools.cache
+def in_four_replicas():
+    """The step with momentum as a pipeline, called once."""
+    step = autoshard.parallelize(momentum, stages=2, microbatches=2, mesh=(4, 1), schedule="1f1b")
+    step(*of_momentum())
+    return step
 
 
 def outputs(w, x):
@@ -452,10 +459,7 @@ def test_an_evaluation_like_a_pipeline_reads_the_state_where_its_stages_have_it(
     ],
 )
 def test_what_cannot_be_like_a_pipeline_is_said(evaluation, args, said):
-    state, x = of_momentum()
-    step = autoshard.parallelize(momentum, stages=2, microbatches=2, mesh=(4, 1), schedule="1f1b")
-    like = autoshard.parallelize(evaluation, like=step)
-    step(state, x)
+    like = autoshard.parallelize(evaluation, like=in_four_replicas())
     with pytest.raises(InputError, match=said):
         like(*args)
 

@@ -66,8 +66,9 @@ SPLIT = {"mesh": (8,), "pin": {"x": "P('data')"}}
 # --- a last batch
 
 
-@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize("sizes", [(32, 32, 33, 32, 0, 33), (33, 33, 32)])
+@pytest.mark.parametrize(
+    ("sizes", "as_array"), [((32, 32, 33, 32, 0, 33), np.asarray), ((33, 33, 32), jnp.asarray)]
+)
 def test_batches_of_other_sizes_are_planned_once_each(sizes, as_array):
     said: list[str] = []
     step = autoshard.parallelize(train_step, progress=said.append, **(SPLIT if sizes[0] == 32 else {}))
@@ -76,7 +77,7 @@ def test_batches_of_other_sizes_are_planned_once_each(sizes, as_array):
     assert said.count("tracing") == said.count("compiling") == len(set(sizes))
 
 
-@pytest.mark.parametrize("other", [np.ones(9, "float32"), 2.0, np.float32(2), None])
+@pytest.mark.parametrize("other", [np.ones(9, "float32"), 2.0, None])
 def test_an_argument_of_another_rank_or_size_than_the_pinned_one(other):
     pin = {"x": "P('data')", "y": "P('data')"}
     step = autoshard.parallelize(train_step, mesh=(8,), pin=pin)

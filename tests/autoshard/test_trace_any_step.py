@@ -271,7 +271,11 @@ class Tanh(nn.Module):
         return jnp.tanh(nn.Dense(16)(x))
 
 
-@case(Stack().init(jax.random.key(0), jnp.zeros((1, 16))), normal(24, 16))
+def drawn(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: normal(*x.shape), shapes)
+
+
+@case(drawn(jax.eval_shape(Stack().init, jax.random.key(0), normal(1, 16))), normal(24, 16))
 @trained
 def linen_remat_scan(w, x):
     return jnp.mean(Stack().apply(w, x) ** 2)

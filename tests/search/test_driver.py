@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search import driver, options
+from autoshard.search import driver
 from autoshard.search.device.prediction import Prediction
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
@@ -29,7 +29,7 @@ from autoshard.search.solver import clock
 from autoshard.search.solver.clock import WorkClock
 from tests.decisions import with_decisions
 from tests.executors import plans
-from tests.zoo import MAKERS
+from tests.zoo import MAKERS, traced
 
 MESHES = ((2, 4), (8,), (2, 3))
 THREE_AXES = ("mlp", "resnet")
@@ -43,12 +43,6 @@ QUICK += [("mlp", kind) for kind in ("fastest", "smallest")]
 SLOW = [(model, "drawn") for model in MAKERS] + [(model, "fastest") for model in FASTEST]
 SLOW += [(model, "smallest") for model in SMALLEST]
 SLOW = [plan for plan in SLOW if plan not in QUICK]
-
-
-@functools.cache
-def traced(model: str) -> Step:
-    case = MAKERS[model]()
-    return trace(case.step, *case.abstract_args())
 
 
 NUM_LAYERS = 10
@@ -418,12 +412,12 @@ def test_a_step_of_microseconds_is_not_searched_for_as_long_as_there_is_time(mon
 def test_a_slow_machine_finds_the_plan_that_a_fast_one_finds(monkeypatch):
     """Byte for byte, though both ran out of time; where a user gives seconds, they are the machine's."""
     step, cluster = chain_of_products(), parse_cluster("8xH100-80GB")
-    monkeypatch.setattr(options, "DEFAULT_TIME_LIMIT_S", 0.1)
 
     def found(seconds_a_reading, **asked):
         readings_s = count(step=seconds_a_reading)
         monkeypatch.setattr(clock, "thread_time", lambda: next(readings_s))
-        return json.dumps(driver.find(step, cluster, Options(80 << 30, (2, 4), **asked)).plan.to_json())
+        asked = Options(80 << 30, (2, 4), **{"nominal_s": 0.1, **asked})
+        return json.dumps(driver.find(step, cluster, asked).plan.to_json())
 
     fast, slow = 2e-3, 1.0
     assert found(fast) == found(slow)

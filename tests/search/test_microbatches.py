@@ -87,7 +87,7 @@ def test_a_cap_that_is_out_of_reach_otherwise_is_kept_to():
         found(0.2, microbatches=1, remat="never")
 
 
-@pytest.mark.parametrize("microbatches", [8, 16, 32])
+@pytest.mark.parametrize("microbatches", [8, pytest.param(16, marks=pytest.mark.slow), 32])
 def test_no_number_of_microbatches_that_is_asked_for_is_faster(microbatches):
     chosen = found(0.2, remat="never").plan.estimates.step_s
     assert chosen <= found(0.2, microbatches=microbatches, remat="never").plan.estimates.step_s
@@ -157,7 +157,9 @@ def test_a_number_that_makes_no_sense_is_refused():
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize(("share", "microbatches"), [(None, 4), (0.48, 2)])
+@pytest.mark.parametrize(
+    ("share", "microbatches"), [pytest.param(None, 4, marks=pytest.mark.slow), (0.48, 2)]
+)  # `tests/search/memory/test_microbatches.py` has the numbers of what is not recomputed
 def test_on_simulated_devices_the_numbers_are_those_of_one(share, microbatches):
     result = found(share, microbatches)
     program = build(result.step, result.sharding, jax.devices())

@@ -340,16 +340,20 @@ def gelus():
     return trace(step, *arguments(dtype=jnp.float32))
 
 
-def gelus_found(share, progress=lambda line: None):
-    plenty = driver.find(gelus(), A100S, Options(1 << 40, offload="never", microbatches=1))
-    cap_bytes = int(share * plenty.plan.estimates.peak_bytes)
-    tight = driver.find(gelus(), A100S, Options(cap_bytes, offload="never", microbatches=1), progress)
-    return plenty, tight
+@functools.cache
+def gelus_found():
+    """With plenty of memory, under a cap of 90% of what it holds then, and the lines of that search."""
+    plenty, lines = (
+        driver.find(gelus(), A100S, Options(1 << 40, offload="never", microbatches=1)),
+        list[str](),
+    )
+    cap_bytes = int(0.9 * plenty.plan.estimates.peak_bytes)
+    tight = driver.find(gelus(), A100S, Options(cap_bytes, offload="never", microbatches=1), lines.append)
+    return plenty, tight, lines
 
 
 def test_what_costs_next_to_nothing_is_recomputed_before_the_plain_step_is_held_to_the_cap():
-    lines = list[str]()
-    gelus_found(0.9, lines.append)
+    *_, lines = gelus_found()
     held = [n for n, line in enumerate(lines) if line.endswith("under the cap")]
     recomputing = [n for n, line in enumerate(lines) if line.startswith("recomputing")]
     assert recomputing
@@ -358,7 +362,7 @@ def test_what_costs_next_to_nothing_is_recomputed_before_the_plain_step_is_held_
 
 def test_what_is_faster_for_recomputing_is_certified_by_itself():
     """Bounds on plans that keep everything are above it."""
-    plenty, tight = gelus_found(0.9)
+    plenty, tight, _ = gelus_found()
     assert num_recomputed(plenty) == 0 < num_recomputed(tight)
     assert cost_s(tight) < cost_s(plenty)
     assert -np.inf < tight.bound_s <= cost_s(tight)

@@ -8,19 +8,11 @@ from jax.sharding import PartitionSpec as P
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search import driver
-from autoshard.search.ir.graph import Step
-from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.plan.plan import Plan
-from tests.zoo import MAKERS
+from tests.zoo import traced
 
 PLENTY_BYTES = 1 << 40
-
-
-@functools.cache
-def traced(model: str) -> Step:
-    case = MAKERS[model]()
-    return trace(case.step, *case.abstract_args())
 
 
 @functools.cache

@@ -5,7 +5,12 @@ take `dtype` (float64 wants `jax.enable_x64`). Batches of 24 split by 8 and by 6
 tests that compile the whole step: one layer of each kind, and an update of few ops.
 """
 
+import functools
+
 import optax
+
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
 
 from .autoencoder import make_autoencoder
 from .case import Case
@@ -46,6 +51,14 @@ MAKERS = {
     "unet": make_unet,
     "message_passing": make_message_passing,
 }
+
+
+@functools.cache
+def traced(name: str) -> Step:
+    """A model's step as its maker makes it, traced once for all test modules."""
+    case = MAKERS[name]()
+    return trace(case.step, *case.abstract_args())
+
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 """Adam's update would be a third of what there is to compile."""
@@ -99,4 +112,5 @@ __all__ = [
     "make_t5",
     "make_unet",
     "make_vit",
+    "traced",
 ]

@@ -108,9 +108,8 @@ def test_roles_of_three_arguments():
     ],
 )
 def test_every_leaf_of_a_models_state_is_paired(model):
-    case = zoo.MAKERS[model]()
-    state, *_ = case.abstract_args()
-    traced = trace(case.step, *case.abstract_args())
+    state, *_ = zoo.MAKERS[model]().abstract_args()
+    traced = zoo.traced(model)
     verify(traced.graph)
     num_leaves = len(jax.tree.leaves(state))
     assert traced.replaces[:num_leaves] == tuple(range(num_leaves))

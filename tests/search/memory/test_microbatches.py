@@ -257,9 +257,20 @@ OF_TOKENS = (
 )
 
 
-def of_tokens(params, batch, key):
-    """Losses that read the same logits, each otherwise."""
-    return sum(LOSSES[name](params, batch, key) for name in OF_TOKENS)
+OF_LOOPS = (
+    "a sum that a loop carries",
+    "weights of a loop over the inputs",
+    "sizes of the batch",
+    "while",
+    "recurrent",
+)
+
+OF_OPS = ("branches", "neighbours", "balance by sequence", "convolution")
+
+
+def together(names):
+    """The sum of these losses: one program compiles faster than one for each."""
+    return lambda params, batch, key: sum(LOSSES[name](params, batch, key) for name in names)
 
 
 def trained(loss, transform=lambda grads, key: grads):
@@ -276,7 +287,7 @@ def clipped(grads, key):
 
 
 def with_noise(grads, key):
-    return jax.tree.map(lambda g: g + jax.random.uniform(key, g.shape), grads)
+    return grads | {"dense": grads["dense"] + jax.random.uniform(key, grads["dense"].shape)}
 
 
 def metrics(params, batch):
@@ -338,6 +349,9 @@ def statistics(params, batch):
     return carried, of_layers, sometimes, jnp.std(x), x.min()
 
 
+REPORTS = {"metrics": metrics, "by example": by_example, "alike": alike, "statistics": statistics}
+
+
 def reported(report):
     def step(params, batch, key):
         grads = jax.grad(mean)(params, batch, key)
@@ -348,13 +362,13 @@ def reported(report):
 
 STEPS = {
     **{name: trained(loss) for name, loss in LOSSES.items()},
-    "losses of tokens": trained(of_tokens),
+    "losses of tokens": trained(together(OF_TOKENS)),
+    "losses of loops": trained(together(OF_LOOPS)),
+    "losses of other ops": trained(together(OF_OPS)),
     "clipped": trained(mean, clipped),
     "noise": trained(mean, with_noise),
-    "metrics": reported(metrics),
-    "by example": reported(by_example),
-    "alike": reported(alike),
-    "statistics": reported(statistics),
+    **{name: reported(report) for name, report in REPORTS.items()},
+    "reports": reported(lambda params, batch: [report(params, batch) for report in REPORTS.values()]),
 }
 
 
@@ -425,29 +439,32 @@ def on_one_device(name: str) -> tuple[Step, list, Any]:
 # --- the numbers
 
 
-SHOWN_BY_OTHERS = {"mean where", "weight decay in a checkpoint", "checkpointed layers under scan", *OF_TOKENS}
+SHOWN_BY_OTHERS = {"mean where", "weight decay in a checkpoint", "checkpointed layers under scan", "dropout"}
+SHOWN_BY_OTHERS |= {*OF_TOKENS, *OF_LOOPS, *OF_OPS, *REPORTS}
 """Steps of which others are made, or that are made of others."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SHOWN_BY_OTHERS else []) for n in STEPS]
-)
+def slowly(name):
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [slowly(n) if n in SHOWN_BY_OTHERS else n for n in STEPS])
 def test_the_numbers_stay(name):
     step, flat, wanted = on_one_device(name)
     with jax.enable_x64(True):
         assert_equal(wanted, results(microbatched(step, 4), flat))
 
 
-@pytest.mark.parametrize("name", ["mean over tokens", "by example", "layers under scan", "own rows"])
+@pytest.mark.parametrize(
+    "name", ["reports", "layers under scan", slowly("mean over tokens"), slowly("own rows")]
+)
 def test_a_microbatch_may_be_one_example(name):
     step, flat, wanted = on_one_device(name)
     with jax.enable_x64(True):
         assert_equal(wanted, results(microbatched(step, BATCH), flat))
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in MODELS]
-)
+@pytest.mark.parametrize("model", [slowly(m) if m in SLOW else m for m in MODELS])
 def test_the_numbers_of_models_stay(model):
     with jax.enable_x64(True):
         case = make_small(model, dtype=jnp.float64)

@@ -142,11 +142,20 @@ def plain(name: str) -> tuple[Step, list, list[np.ndarray]]:
     return step, flat, results(step, flat)
 
 
+def slowly(*values):
+    """Other parts of the steps are recomputed than the quick cases and the models show."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("seed", "share"),
-    [(0, 1.0), (2, 0.5), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((1, 0.8), (3, 0.2)))],
+    ("name", "seed", "share"),
+    [
+        *((name, 0, 1.0) for name in STEPS),
+        ("dropped", 2, 0.5),
+        *(slowly(name, 2, 0.5) for name in STEPS if name != "dropped"),
+        *(slowly(name, *drawn) for name in STEPS for drawn in ((1, 0.8), (3, 0.2))),
+    ],
 )
-@pytest.mark.parametrize("name", STEPS)
 def test_the_numbers_stay(name, seed, share):
     with jax.enable_x64(True):
         step, flat, wanted = plain(name)

@@ -15,7 +15,7 @@ from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.memory.min_cut import Recomputation
 from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.mesh_problem import StepProblem
-from tests.zoo import MAKERS
+from tests.zoo import traced
 
 CLUSTER = parse_cluster("8xH100-80GB")
 PRICES = (0.0, 1e-13, 1e-12, 1e-11, 1e-10, 1e-9, 1e-6)
@@ -38,8 +38,7 @@ def residuals_of(step) -> tuple[Residuals, ...]:
 
 @functools.cache
 def of_model(model: str) -> tuple[Residuals, ...]:
-    case = MAKERS[model]()
-    return residuals_of(trace(case.step, *case.abstract_args()))
+    return residuals_of(traced(model))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -64,8 +63,7 @@ def test_at_its_price_a_choice_is_no_dearer_than_those_at_others(model):
 
 def test_what_a_loop_over_microbatches_makes_is_no_residual():
     """It holds both phases: its sums of gradients may neither be made again nor wait on the host."""
-    case = MAKERS["mlp"]()
-    step = microbatched(trace(case.step, *case.abstract_args()), 2)
+    step = microbatched(traced("mlp"), 2)
     (loop,) = [(i,) for i, op in enumerate(step.graph.ops) if op.name == "scan"]
     parts = residuals_of(step)
     assert parts

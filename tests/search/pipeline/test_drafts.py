@@ -125,7 +125,7 @@ def test_numbers_that_suit_no_schedule_are_refused_before_anything_is_worked_out
         drafting(4, schedule="interleaved-1f1b", stages=8).draft()
 
 
-@pytest.mark.parametrize("microbatches", [1, 4, 8])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 4, 8])
 def test_nothing_that_is_passed_over_is_faster(microbatches):
     """Each number of replicas worked out."""
     step = traced()

@@ -14,6 +14,7 @@ from autoshard.search.problem.folding import fold
 from autoshard.search.problem.shortening import shortened
 from tests.search.recurrence import traced
 from tests.zoo import MAKERS
+from tests.zoo import traced as traced_model
 
 LAYERS = 12
 
@@ -77,8 +78,7 @@ def test_nothing_is_said_of_what_is_kept():
     "model", ["gpt_linen", "gpt_scan", "lstm", "moe", pytest.param("evoformer", marks=pytest.mark.slow)]
 )
 def test_every_forward_op_of_a_model_has_one_name(model):
-    case = MAKERS[model]()
-    codec = RetentionCodec(fold(flatten(trace(case.step, *case.abstract_args()))))
+    codec = RetentionCodec(fold(flatten(traced_model(model))))
     every = [site for sites in codec.sites.values() for site in sites]
     assert len(every) == len(set(every))
     assert codec.read(codec.decisions(every), "plan") == (set(every), frozenset())

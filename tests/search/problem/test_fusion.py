@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.problem.flat_program import ReadPhase, flatten, read_phase
 from autoshard.search.problem.folding import fold
 from autoshard.search.problem.fusion import MOVES, Fusion, expensive_itemsize, is_view
-from tests.zoo import MAKERS
+from tests.zoo import traced
 
 
 def array(*shape, dtype=jnp.float32):
@@ -27,8 +28,12 @@ LABELS = array(2048, dtype=jnp.int32)
 
 
 def fusion(step, *args, gpu="H100-80GB") -> Fusion:
+    return fusion_of(trace(step, *args), gpu)
+
+
+def fusion_of(step: Step, gpu="H100-80GB") -> Fusion:
     device = parse_cluster(f"1x{gpu}").device
-    return Fusion(fold(flatten(trace(step, *args))), expensive_itemsize(device))
+    return Fusion(fold(flatten(step)), expensive_itemsize(device))
 
 
 def arrays(step, *args, gpu="H100-80GB") -> list[str]:
@@ -357,8 +362,7 @@ def test_loops_have_arrays_of_their_own_and_their_parts_are_views():
 
 @functools.cache
 def of_model(name: str) -> Fusion:
-    case = MAKERS[name]()
-    return fusion(case.step, *case.abstract_args())
+    return fusion_of(traced(name))
 
 
 MODELS = pytest.mark.parametrize("name", ["mlp", "gpt_scan", "moe", "resnet"])

@@ -11,7 +11,7 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.kernels import FusedKernel, moved_alone, runs_alone
-from tests.zoo import MAKERS
+from tests.zoo import traced
 
 DEVICE = parse_cluster("1xH100-80GB").device
 
@@ -290,8 +290,7 @@ MODELS = pytest.mark.parametrize("name", ["mlp", "gpt_scan", "resnet"])
 
 @MODELS
 def test_an_op_s_shares_add_up_to_its_kernels_runs(name):
-    case = MAKERS[name]()
-    found = problem(case.step, *case.abstract_args())
+    found = StepProblem.of(traced(name), (), DEVICE)
     program, fusion = found.graph.folded.program, found.live_ranges.fusion
     runs = dict.fromkeys(map(id, found.kernels.fused), 0.0)
     for position, (kernel, share) in found.kernels.of_op.items():
