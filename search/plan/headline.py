@@ -6,8 +6,8 @@
 All kinds of plan have stages, of which a plan of one program has one. A stage has replicas and, on the mesh of each,
 shares (`search.plan.work_shares`), which say what each axis splits. The words follow from these shares alone, the
 terms being those of the literature: ZeRO (Rajbhandari et al. 2020), FSDP (Zhao et al. 2023), tensor and sequence
-parallelism (Shoeybi et al. 2019, Korthikanti et al. 2022), expert parallelism (Lepikhin et al. 2020). A split that has no
-such name is said as it is.
+parallelism (Shoeybi et al. 2019, Korthikanti et al. 2022), spatial parallelism (Dryden et al. 2019), expert
+parallelism (Lepikhin et al. 2020). A split that has no such name is said as it is.
 """
 
 import re
@@ -179,6 +179,7 @@ def axis_words(use: AxisUse) -> str:
     shares = {
         _batch_words(use): use.examples,
         "sequence parallel": use.positions,
+        "spatial parallel": use.rows,
         "tensor parallel": use.weights,
         "expert parallel": use.experts,
         "feature parallel": use.features,
@@ -186,7 +187,7 @@ def axis_words(use: AxisUse) -> str:
     named = [words for words, share in shares.items() if share >= NAMED]
     if not named:
         return "parameters split over {}" if use.parameters >= MOST else "replicated over {}"
-    if use.positions >= NAMED > use.examples and _batch_words(use) != DATA_PARALLEL:
+    if max(use.positions, use.rows) >= NAMED > use.examples and _batch_words(use) != DATA_PARALLEL:
         named.insert(0, _batch_words(use))
     *others, last = named
     joined = " + ".join([*(one.removesuffix(" parallel") for one in others), last])

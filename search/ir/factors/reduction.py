@@ -6,7 +6,8 @@ from typing import Any
 
 from autoshard.search.ir.factors.elementwise import ARITHMETIC, TRANSCENDENTAL
 from autoshard.search.ir.factors.loops import Dim, Loops, mixing
-from autoshard.search.ir.factors.rule import Dims, Kind, Rule, RuleFn
+from autoshard.search.ir.factors.rule import Dims, Kind, Rule, RuleFn, Window
+from autoshard.search.ir.factors.windows import Sliding, over_rows, window
 
 
 def reduction(kind: Kind, *, is_additive: bool = False) -> RuleFn:
@@ -34,36 +35,51 @@ def reduce(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> R
     return loops.rule(operands, [kept] * len(outs), flops_per_point=ARITHMETIC * len(outs))
 
 
-def windowed(*, is_additive: bool = False) -> RuleFn:
-    """Dimensions that the window leaves alone are parallel; the others stay whole, as splitting them would
-    need halos.
+def windowed(*, is_additive: bool = False, has_halos: bool = True) -> RuleFn:
+    """Dimensions that the window leaves alone are parallel. The others are split with halos (`search.ir.factors.windows`)
+    where equal parts of both sides lie over one another; elsewhere they stay whole, as they do where halos would be needed
+    and the op has none.
 
     Serves gathers over windows (pooling) and scatters (its gradient) alike. One operation per element of each
     window, of which there are as many as elements in the smaller of the arrays.
     """
 
     def rule(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
-        window = params["window_dimensions"]
-        arrays = [aval.shape for aval in (*ins, *outs) if len(aval.shape) == len(window)]
-        moved = [
-            d for d in range(len(window)) if _is_moved(d, params) or len({shape[d] for shape in arrays}) > 1
-        ]
-        loops = Loops()
-        shared = [() if d in moved else loops.dim(n) for d, n in enumerate(arrays[0])]
+        extents = params["window_dimensions"]
+        arrays = [aval.shape for aval in (*ins, *outs) if len(aval.shape) == len(extents)]
+        loops, windows, taken = Loops(), list[Window](), dict[tuple[int, int], Dim]()
+        for d in range(len(extents)):
+            rows, results = (pick(shape[d] for shape in arrays) for pick in (max, min))
+            slid = _sliding(rows, results, d, params)
+            if not _is_moved(d, params) and rows == results:
+                taken[d, rows] = loops.dim(rows)
+            elif slid.has_aligned_results and (has_halos or not any(slid.halo)):
+                taken[d, results] = factor = loops.dim(results)
+                taken[d, rows] = over_rows(loops, factor, slid.stride)
+                windows += window(factor, 0, d, slid.halo)
 
         def dims(aval: Any) -> Dims:
-            if len(aval.shape) != len(window):
+            if len(aval.shape) != len(extents):
                 return loops.dims(aval.shape, Kind.UNSPLITTABLE)
-            return tuple([_own(d, n) if d in moved else shared[d] for d, n in enumerate(aval.shape)])
-
-        def _own(d: int, n: int) -> Dim:
-            return loops.dim(n, Kind.UNSPLITTABLE)
+            return tuple(
+                [
+                    taken[at] if at in taken else loops.dim(at[1], Kind.UNSPLITTABLE)
+                    for at in enumerate(aval.shape)
+                ]
+            )
 
         operands, results = [dims(aval) for aval in ins], [dims(aval) for aval in outs]
-        flops = ARITHMETIC * min(prod(shape) for shape in arrays) * prod(window)
-        return loops.rule(operands, results, flops=flops, is_additive=is_additive)
+        flops = ARITHMETIC * min(prod(shape) for shape in arrays) * prod(extents)
+        return loops.rule(operands, results, flops=flops, is_additive=is_additive, windows=windows)
 
     return rule
+
+
+def _sliding(rows: int, results: int, d: int, params: dict[str, Any]) -> Sliding:
+    """The windows along a dimension."""
+    keys = ("window_strides", "window_dilation", "base_dilation")
+    of_window = (params[key][d] if key in params else 1 for key in keys)
+    return Sliding(rows, results, params["window_dimensions"][d], *of_window, low=params["padding"][d][0])
 
 
 def _is_moved(d: int, params: dict[str, Any]) -> bool:
@@ -84,6 +100,9 @@ RULES: dict[str, RuleFn] = {
     **dict.fromkeys(("cumprod", "cummax", "cummin"), mixing(_along_axis, flops_per_point=ARITHMETIC)),
     "cumlogsumexp": mixing(_along_axis, flops_per_point=TRANSCENDENTAL),
     "reduce_window_sum": windowed(is_additive=True),
-    **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min"), windowed()),
-    **dict.fromkeys(("select_and_scatter_add", "select_and_scatter", "select_and_gather_add"), windowed()),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), windowed()),
+    "reduce_window": windowed(has_halos=False),  # of several arrays at once
+    **dict.fromkeys(
+        ("select_and_scatter_add", "select_and_scatter", "select_and_gather_add"), windowed(has_halos=False)
+    ),
 }
