@@ -3,7 +3,8 @@
 If mesh axes split a factor along which windows slide, each device reads a few rows of its neighbours' parts
 (`search.ir.factors.windows`): one collective-permute for the rows before its part, one for those behind. XLA's partitioner
 exchanges dimension after dimension, so that the second exchange carries the rows that the first one added. The rows and
-the part are then written out as one array, which the op reads.
+the part are then written out as one array, which the op reads. The gradient of a pooling also makes sums for the rows that
+it has borrowed, and returns them.
 
 Nothing hides an exchange: an op needs all of its operand.
 """
@@ -69,6 +70,7 @@ def exchanges(
         rows = shapes[window.operand][window.dim] / num_parts
         row_bytes = part_bytes[window.operand] / rows
         sent = tuple(n * row_bytes for n in (window.before, window.after) if n)
+        sent *= 2 if window.is_returned else 1
         growth = 1 + (window.before + window.after) / rows
         part_bytes[window.operand] *= growth
         yield Exchange(window.operand, axes, sent, growth)

@@ -212,7 +212,8 @@ def all_strategies(graph: StrategyGraph, resharder: Resharder) -> tuple[Strategi
     shape, made = resharder.mesh.shape, list[Strategies]()
     for node, group in enumerate(graph.groups):
         first = graph.folded.op(group.op_classes[0])
-        must_divide = first.name in ("input", "output") or first.rule.is_on_shards
+        is_named = any(window.is_named for window in first.rule.windows)
+        must_divide = first.name in ("input", "output") or first.rule.is_on_shards or is_named
         most_parts = _most_parts(graph, group, prod(shape))
         made.append(group_strategies(group, graph.ports_of[node], shape, must_divide, most_parts))
     for copy in graph.copies:

@@ -35,13 +35,14 @@ def conv_general_dilated(ins: Sequence[Any], outs: Sequence[Any], params: dict[s
 
     Groups are one more parallel loop, the major part of the dimensions that they divide: `c` and `o` under
     `feature_group_count`, `n` and `o` under `batch_group_count`. Spatial dimensions split with halos
-    (`search.ir.factors.windows`) where equal parts lie over one another, without groups. FLOPs count every kernel tap of
+    (`search.ir.factors.windows`) where equal parts lie over one another. FLOPs count every kernel tap of
     every output position (padding included, as dense kernels do), but not the holes that `lhs_dilation` (the gradient of
     a strided convolution) puts between inputs.
 
     Each device runs a grouped convolution on its own shards, and terms are added up there. XLA's partitioner gathers the
     batch of one in feature groups, and of one in batch groups (the gradient of its kernel) it adds the terms of replicas up
-    as well, so that the numbers are wrong (measured with JAX 0.12 on meshes of one and of two axes).
+    as well, so that the numbers are wrong (measured with JAX 0.12 on meshes of one and of two axes). For the gradient of a
+    transposed convolution's kernel it moves whole parts, not halos.
     """
     lhs, rhs = (aval.shape for aval in ins)
     (out,) = (aval.shape for aval in outs)
@@ -65,18 +66,20 @@ def conv_general_dilated(ins: Sequence[Any], outs: Sequence[Any], params: dict[s
     windows, examples = list[Window](), batch
     for n, (d, k, y) in enumerate(zip(lhs_space, rhs_space, out_space, strict=True)):
         slid = _sliding(lhs[d], out[y], rhs[k], params, n)
-        if slid.has_aligned_results and not is_grouped:
+        if slid.has_aligned_results:
             factor = loops.dim(slid.rows // slid.stride)
             right[k] = loops.dim(slid.taps, Kind.UNSPLITTABLE)
             left[d], result[y] = (
                 over_rows(loops, factor, step) for step in (slid.stride, slid.base_dilation)
             )
-            windows += window(factor, 0, d, slid.halo)
-        elif slid.has_aligned_taps and not is_grouped:
-            factor, examples = loops.dim(slid.taps, Kind.SUM), feature_in
-            right[k], result[y] = factor, loops.dim(slid.results, Kind.UNSPLITTABLE)
-            left[d] = over_rows(loops, factor, slid.dilation)
-            windows += window(factor, 0, d, slid.taps_halo)
+            windows += window(factor, 0, d, slid.halo, is_grouped)
+        elif slid.has_aligned_taps:
+            factor, examples = loops.dim(slid.rows // slid.dilation, Kind.SUM), feature_in
+            result[y] = loops.dim(slid.results, Kind.UNSPLITTABLE)
+            left[d], right[k] = (
+                over_rows(loops, factor, step) for step in (slid.dilation, slid.base_dilation)
+            )
+            windows += window(factor, 0, d, slid.taps_halo, is_grouped or slid.base_dilation > 1)
         else:
             left[d], right[k], result[y] = loops.dims((slid.rows, slid.taps, slid.results), Kind.UNSPLITTABLE)
 

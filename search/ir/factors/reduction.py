@@ -1,6 +1,7 @@
 """Reductions over whole dimensions, running reductions along one, and reductions over windows."""
 
 from collections.abc import Sequence
+from enum import Enum, auto
 from math import prod
 from typing import Any
 
@@ -35,10 +36,20 @@ def reduce(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> R
     return loops.rule(operands, [kept] * len(outs), flops_per_point=ARITHMETIC * len(outs))
 
 
-def windowed(*, is_additive: bool = False, has_halos: bool = True) -> RuleFn:
+class Halos(Enum):
+    """The exchange of halos for an op."""
+
+    OF_OPERAND = auto()
+    """Its operand's rows are exchanged, by XLA's partitioner."""
+    OF_SCATTER = auto()
+    """Rows of its second operand are exchanged, and sums for them return to their owners, by name."""
+    NONE = auto()
+    """Nothing exchanges them: dimensions that need halos stay whole."""
+
+
+def windowed(halos: Halos, *, is_additive: bool = False) -> RuleFn:
     """Dimensions that the window leaves alone are parallel. The others are split with halos (`search.ir.factors.windows`)
-    where equal parts of both sides lie over one another; elsewhere they stay whole, as they do where halos would be needed
-    and the op has none.
+    where equal parts of both sides lie over one another; elsewhere they stay whole.
 
     Serves gathers over windows (pooling) and scatters (its gradient) alike. One operation per element of each
     window, of which there are as many as elements in the smaller of the arrays.
@@ -53,10 +64,12 @@ def windowed(*, is_additive: bool = False, has_halos: bool = True) -> RuleFn:
             slid = _sliding(rows, results, d, params)
             if not _is_moved(d, params) and rows == results:
                 taken[d, rows] = loops.dim(rows)
-            elif slid.has_aligned_results and (has_halos or not any(slid.halo)):
+            elif slid.has_aligned_results and _has(halos, slid):
                 taken[d, results] = factor = loops.dim(results)
                 taken[d, rows] = over_rows(loops, factor, slid.stride)
-                windows += window(factor, 0, d, slid.halo)
+                is_scatter = halos is Halos.OF_SCATTER
+                is_named = is_scatter and any(slid.halo)
+                windows += window(factor, int(is_scatter), d, slid.halo, is_named, is_named)
 
         def dims(aval: Any) -> Dims:
             if len(aval.shape) != len(extents):
@@ -73,6 +86,14 @@ def windowed(*, is_additive: bool = False, has_halos: bool = True) -> RuleFn:
         return loops.rule(operands, results, flops=flops, is_additive=is_additive, windows=windows)
 
     return rule
+
+
+def _has(halos: Halos, slid: Sliding) -> bool:
+    """Whether windows can be split: their halos are exchanged, or there are none. A scatter's windows must reach to the end
+    of a part and its halo."""
+    is_tight = slid.taps - slid.stride >= slid.low
+    is_exchanged = halos is Halos.OF_OPERAND or (halos is Halos.OF_SCATTER and is_tight)
+    return is_exchanged or not any(slid.halo)
 
 
 def _sliding(rows: int, results: int, d: int, params: dict[str, Any]) -> Sliding:
@@ -99,10 +120,8 @@ RULES: dict[str, RuleFn] = {
     "cumsum": mixing(_along_axis, flops_per_point=ARITHMETIC, is_additive=True),
     **dict.fromkeys(("cumprod", "cummax", "cummin"), mixing(_along_axis, flops_per_point=ARITHMETIC)),
     "cumlogsumexp": mixing(_along_axis, flops_per_point=TRANSCENDENTAL),
-    "reduce_window_sum": windowed(is_additive=True),
-    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), windowed()),
-    "reduce_window": windowed(has_halos=False),  # of several arrays at once
-    **dict.fromkeys(
-        ("select_and_scatter_add", "select_and_scatter", "select_and_gather_add"), windowed(has_halos=False)
-    ),
+    "reduce_window_sum": windowed(Halos.OF_OPERAND, is_additive=True),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), windowed(Halos.OF_OPERAND)),
+    "select_and_scatter_add": windowed(Halos.OF_SCATTER),
+    **dict.fromkeys(("reduce_window", "select_and_scatter", "select_and_gather_add"), windowed(Halos.NONE)),
 }

@@ -50,6 +50,8 @@ class Window:
       dim: its dimension, whose major part the factor is.
       before: rows of the dimension that windows read before their part.
       after: rows of the dimension that windows read behind their part.
+      is_named: whether the program itself exchanges the halo (`executors.halos`): XLA's partitioner would move more.
+      is_returned: whether the op makes a result for the halo too, which goes back to its owners.
     """
 
     factor: int
@@ -57,6 +59,8 @@ class Window:
     dim: int
     before: int = 0
     after: int = 0
+    is_named: bool = False
+    is_returned: bool = False
 
 
 def num_points(factors: Iterable[Factor]) -> int:

@@ -47,9 +47,8 @@ class Sliding:
 
     @property
     def has_aligned_taps(self) -> bool:
-        """True if equal parts of the windows read equal parts of the operand, but for halos. XLA's partitioner moves whole
-        parts where the operand is dilated, too."""
-        return self._exchanged._is_aligned and self.base_dilation == 1
+        """True if equal parts of the windows read equal parts of the operand, but for halos."""
+        return self._exchanged._is_aligned and 1 in (self.dilation, self.base_dilation)
 
     @property
     def halo(self) -> tuple[int, int]:
@@ -72,9 +71,16 @@ class Sliding:
         return replace(self, results=self.taps, taps=self.results, stride=self.dilation, dilation=self.stride)
 
 
-def window(factor: Dim, operand: int, dim: int, halo: tuple[int, int]) -> tuple[Window, ...]:
+def window(
+    factor: Dim,
+    operand: int,
+    dim: int,
+    halo: tuple[int, int],
+    is_named: bool = False,
+    is_returned: bool = False,
+) -> tuple[Window, ...]:
     """The window along a factor; none along a dimension of one row."""
-    return tuple(Window(f, operand, dim, *halo) for f in factor)
+    return tuple(Window(f, operand, dim, *halo, is_named, is_returned) for f in factor)
 
 
 def over_rows(loops: Loops, factor: Dim, step: int) -> Dim:

@@ -1,0 +1,42 @@
+"""Halos as XLA's GPU compiler makes them: permutes and peak as predicted."""
+
+import pytest
+
+import autoshard
+from tests.images import DownAndUp, Grouped, Plain, Volumes, shapes, training
+from tests.zoo import make_unet
+
+PEAK = 0.2
+"""Largest error of a predicted peak. Source: the bands that plans print (`search.plan.peak_band`)."""
+
+CASES = {
+    "rows": (Plain(), (1, 512, 512, 3)),
+    "down and up": (DownAndUp(), (1, 1024, 1024, 3)),
+    "groups": (Grouped(), (1, 8192, 8192, 3)),
+    "volumes": (Volumes(32), (1, 128, 128, 128, 2)),
+}
+
+SLOW = frozenset(CASES) - {"rows"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])
+def test_the_compiled_program_exchanges_and_holds_what_was_predicted(case):
+    model, shape = CASES[case]
+    prove(training(model), *shapes(model, shape))
+
+
+@pytest.mark.slow
+def test_a_diffusion_models_u_net_at_high_resolution():
+    case = make_unet(stage_features=(32, 64), image=512, batch=1)
+    prove(case.step, *case.abstract_args())
+
+
+def prove(step, *args):
+    plan = autoshard.search(step, *args, cluster="8xH100-80GB", mesh=(8,), stages=1, verify="never")
+    assert "spatial parallel over 8" in str(plan).splitlines()[0]
+    proof = autoshard.verify(step, *args, plan=plan)
+    assert proof.fits
+    assert proof.differing == ()
+    predicted = {c.kind: (c.count, c.bytes) for c in plan.estimates.collectives}["collective-permute"]
+    (moved,) = [one for one in proof.collectives if one.kind == "collective-permute"]
+    assert (moved.compiled_count, moved.compiled_bytes) == predicted
