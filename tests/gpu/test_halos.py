@@ -6,9 +6,6 @@ import autoshard
 from tests.images import DownAndUp, Grouped, Plain, Volumes, shapes, training
 from tests.zoo import make_unet
 
-PEAK = 0.2
-"""Largest error of a predicted peak. Source: the bands that plans print (`search.plan.peak_band`)."""
-
 CASES = {
     "rows": (Plain(), (1, 512, 512, 3)),
     "down and up": (DownAndUp(), (1, 1024, 1024, 3)),

@@ -293,6 +293,20 @@ def test_flops_of_a_transform(points: int, per_transform: int):
     assert flops(rule_for("fft", rows, rows, {"fft_lengths": (points,)})) == 4 * per_transform
 
 
+def test_windows_cut_no_rows_that_are_no_neighbours():
+    """A microbatch holds every count-th example."""
+    expected = {
+        "conv-strided": "n h! w! c+, p! q! c o -> n y! x! o",
+        "conv-kernel-gradient": "n+ h! w! c, n y! x! o -> p! q! c o",
+        "overlapping-pool": "n h! w! c -> n y! x! c",
+    }
+    for case, rule in expected.items():
+        written_whole = re.sub(r"\((\S+!) \S+!\)", r"\1", written(equation(case).rule.in_rows))
+        assert same(written_whole) == same(rule)
+    plain = equation("dot").rule
+    assert plain.in_rows == plain
+
+
 def test_few_ops_are_kernels_of_their_own():
     assert not any(equation(case).rule.is_kernel for case in CASES)
 
