@@ -23,7 +23,7 @@ class Plain(nn.Module):
 
 
 class DownAndUp(nn.Module):
-    """A pooling, a stride, and two ways up again."""
+    """A pooling, a stride behind a padding, and two ways up again."""
 
     @nn.compact
     def __call__(self, x):
@@ -31,7 +31,8 @@ class DownAndUp(nn.Module):
         skipped = x = nn.silu(nn.Conv(4, (3, 3), **types)(x))
         x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
         x = nn.silu(nn.Conv(4, (3, 3), kernel_dilation=2, **types)(x))
-        x = nn.silu(nn.Conv(4, (3, 3), strides=2, padding=1, **types)(x))
+        x = jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0)))
+        x = nn.silu(nn.Conv(4, (3, 3), strides=2, padding="VALID", **types)(x))
         x = nn.silu(nn.ConvTranspose(4, (4, 4), strides=(2, 2), **types)(x))
         x = x.repeat(2, axis=1).repeat(2, axis=2)
         x = nn.silu(nn.Conv(4, (7, 7), **types)(jnp.concatenate([x, skipped], axis=-1)))
@@ -52,7 +53,7 @@ class Grouped(nn.Module):
 
 
 class Volumes(nn.Module):
-    """Three spatial dimensions."""
+    """Three spatial dimensions, and averages."""
 
     features: int = 4
 
@@ -60,6 +61,7 @@ class Volumes(nn.Module):
     def __call__(self, x):
         types = {"dtype": x.dtype, "param_dtype": x.dtype}
         x = nn.silu(nn.Conv(self.features, (3, 3, 3), **types)(x))
+        x = nn.avg_pool(x, (3, 2, 2), (2, 2, 2), "SAME")
         return nn.Conv(2, (5, 3, 1), strides=(2, 1, 1), **types)(x)
 
 

@@ -59,15 +59,16 @@ def windowed(halos: Halos, *, is_additive: bool = False) -> RuleFn:
         extents = params["window_dimensions"]
         arrays = [aval.shape for aval in (*ins, *outs) if len(aval.shape) == len(extents)]
         loops, windows, taken = Loops(), list[Window](), dict[tuple[int, int], Dim]()
-        for d in range(len(extents)):
-            rows, results = (pick(shape[d] for shape in arrays) for pick in (max, min))
+        is_scatter = halos is Halos.OF_SCATTER
+        read, made = (ins[1], ins[0]) if is_scatter else (ins[0], outs[0])
+        for d, (rows, results) in enumerate(zip(read.shape, made.shape, strict=True)):
             slid = _sliding(rows, results, d, params)
             if not _is_moved(d, params) and rows == results:
                 taken[d, rows] = loops.dim(rows)
             elif slid.has_aligned_results and _has(halos, slid):
-                taken[d, results] = factor = loops.dim(results)
+                factor = loops.dim(rows // slid.stride)
+                taken[d, results] = over_rows(loops, factor, slid.base_dilation)
                 taken[d, rows] = over_rows(loops, factor, slid.stride)
-                is_scatter = halos is Halos.OF_SCATTER
                 is_named = is_scatter and any(slid.halo)
                 windows += window(factor, int(is_scatter), d, slid.halo, is_named, is_named)
 

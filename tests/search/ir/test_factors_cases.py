@@ -277,6 +277,18 @@ CASES: dict[str, tuple[Any, ...]] = {
         ),
         floats(2, 6, 6, 2),
     ),
+    "sum-pool-gradient": (
+        "reduce_window_sum",
+        lambda x: lax.reduce_window_sum_p.bind(
+            x,
+            window_dimensions=(1, 3, 3, 1),
+            window_strides=(1, 1, 1, 1),
+            padding=((0, 0), (2, 1), (2, 1), (0, 0)),
+            base_dilation=(1, 2, 2, 1),
+            window_dilation=(1, 1, 1, 1),
+        ),
+        floats(2, 4, 4, 2),
+    ),
     "strided-pool": (
         "reduce_window_sum",
         lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 1), (2, 1), "VALID"),

@@ -119,6 +119,7 @@ EXPECTED = {
     "max-pool": POOLED,
     "sum-pool": POOLED,
     "overlapping-pool": "n h w c -> n h w c",
+    "sum-pool-gradient": "n h w c -> n (h s!) (w t!) c",
     "strided-pool": "(h s!) b -> h b",
     "max-pool-gradient": "n h w c, n (h s!) (w t!) c -> n (h s!) (w t!) c",
     "overlapping-pool-gradient": "n h w c, n (h s!) (w t!) c -> n (h s!) (w t!) c",

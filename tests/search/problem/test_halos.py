@@ -165,6 +165,20 @@ def test_a_pooling_sends_a_row_and_its_gradient_sends_one_back():
         assert all([one.sent for one in found[strategy]] == [sent] for strategy in split)
 
 
+def test_the_gradient_of_an_average_sends_rows_of_the_results_gradient():
+    def averages(x):
+        return lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+    problem = costed(jax.grad(lambda x: (averages(x) ** 2).sum()), images())
+    folded = problem.graph.folded
+    forward, backward = (k for k in range(len(folded.members)) if folded.op(k).name == "reduce_window_sum")
+    for k, row in ((forward, SIZE), (backward, SIZE // 2)):
+        split = splits(problem, k, 1)
+        assert split
+        sent = [[one.sent for one in problem.exchanges(k)[strategy]] for strategy in split]
+        assert sent == [[(row * CHANNELS * ITEMSIZE,)]] * len(sent)
+
+
 def test_a_pooling_without_overlap_sends_nothing():
     problem = costed(jax.grad(lambda x: (pooled(2, 2)(x) ** 2).sum()), images())
     for name in ("reduce_window_max", "select_and_scatter_add"):
