@@ -68,7 +68,8 @@ def drawn(
 
 
 def by_rows(step: Step, mesh: tuple[int, ...]) -> SearchResult:
-    """The plan in which every axis splits rows along which windows slide, as far as they divide."""
+    """The plan in which the first axis splits the first dimension along which windows slide, the second one the second, as
+    far as they divide."""
     step_problem, on_mesh = _on(step, mesh)
     graph, strategies = on_mesh.memory.costed.graph, on_mesh.memory.costed.strategies
     nodes = [*on_mesh.problem.node_cost_s]
@@ -76,7 +77,7 @@ def by_rows(step: Step, mesh: tuple[int, ...]) -> SearchResult:
         rule = graph.folded.op(group.op_classes[0]).rule
         rows = [group.factor_of[group.op_classes[0], window.factor] for window in rule.windows]
         if rows:
-            nodes[node] = nodes[node] + (~np.isin(strategies[node].assignment, rows)).sum(axis=1)
+            nodes[node] = nodes[node] + (strategies[node].assignment != rows[: len(mesh)]).sum(axis=1)
     solution = branch_and_bound.solve(
         branch_and_bound.Problem(tuple(nodes), on_mesh.problem.edges), relative_gap=0.5, time_limit_s=SEARCH_S
     )
