@@ -7,6 +7,7 @@
   may compile the program (`verify`), so this module asks Python.
 * A grouped convolution: the partitioner gathers the batch, and adds up the terms of the kernel's gradient over replicas
   too. Here each device computes its groups of its examples, or its terms of them, which are then added up.
+* Ops whose halos the partitioner does not exchange well (`executors.halos`).
 * A product whose terms are reduced in steps that the partitioner would join: each device computes its terms, and explicit
   collectives reduce them.
 * A product or a sum whose terms a barrier holds back: the terms are one array, beside their sum
@@ -25,15 +26,19 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from autoshard.executors.halos import axes_of, convolution, pooling_gradient, summed_axes
 from autoshard.executors.look_up import looked_up
 from autoshard.search.ir._jax import bind
 from autoshard.search.ir._jax_kernels import pallas_on_shards, partitioned
 from autoshard.search.ir.attention.layout import QUERY
 from autoshard.search.ir.attention.op import BACKWARD, FORWARD, applied
 from autoshard.search.ir.attention.ring import Ring, ring_over
+from autoshard.search.ir.factors import Rule, rule_for
 from autoshard.search.ir.graph import Op, Value
 from autoshard.search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
 from autoshard.search.plan.named_sums import LOOK_UP
+
+CONVOLUTION, POOLING_GRADIENT = "conv_general_dilated", "select_and_scatter_add"
 
 Specs = Sequence[PartitionSpec]
 
@@ -107,44 +112,33 @@ def _on_device(
         results = zip(op.result_values, out_specs, strict=True)
         local = [NamedSharding(mesh, spec).shard_shape(value.shape) for value, spec in results]
         return partial(_kernel, op, local), in_specs, out_specs
-    if op.name == "conv_general_dilated":
-        return partial(_grouped_convolution, op, inputs[0].shape, in_specs[0]), in_specs, out_specs
+    if op.name in (CONVOLUTION, POOLING_GRADIENT):
+        rule = rule_for(op.name, inputs, op.result_values, op.params)
+        if op.name == CONVOLUTION:
+            return partial(_convolution, op, rule, inputs[0].shape, in_specs, mesh), in_specs, out_specs
+        return partial(_pooling_gradient, op, rule, in_specs, mesh), in_specs, out_specs
     return partial(_bound, op, op.params), in_specs, out_specs
 
 
-def _grouped_convolution(
-    op: Op, shape: tuple[int, ...], spec: PartitionSpec, lhs: jax.Array, rhs: jax.Array
+def _convolution(
+    op: Op, rule: Rule, shape: Sequence[int], specs: Specs, mesh: Mesh | AbstractMesh, *shards: jax.Array
 ) -> tuple[jax.Array]:
-    """A device's groups of a grouped convolution. If devices split the contracted feature, their terms are summed.
+    """A device's part of a convolution. The terms of a grouped one are summed; those of others are the op's result."""
+    terms, axes = convolution(op, rule, shape, specs, mesh, *shards), summed_axes(rule, specs)
+    return (jax.lax.psum(terms, axes) if axes and rule.is_missplit else terms,)
 
-    Args:
-      op: the convolution.
-      shape: the shape of the whole left operand.
-      spec: the spec of the left operand.
-      lhs: the device's shard of the left operand.
-      rhs: the device's shard of the right operand.
-    """
-    batch, feature, *_ = op.params["dimension_numbers"].lhs_spec
-    axes = spec[feature] if feature < len(spec) else None
-    if (batch_groups := op.params["batch_group_count"]) > 1:
-        groups = {"batch_group_count": batch_groups * lhs.shape[batch] // shape[batch]}
-        (terms,) = bind(op.primitive, [lhs, rhs], {**op.params, **groups})
-        return (terms if axes is None else jax.lax.psum(terms, axes),)
-    groups = {"feature_group_count": op.params["feature_group_count"] * lhs.shape[feature] // shape[feature]}
-    return _bound(op, {**op.params, **groups}, lhs, rhs)
+
+def _pooling_gradient(
+    op: Op, rule: Rule, specs: Specs, mesh: Mesh | AbstractMesh, *shards: jax.Array
+) -> tuple[jax.Array]:
+    return (pooling_gradient(op, rule, specs, mesh, *shards),)
 
 
 def _ring(op: Op, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Ring:
     """The devices that split the sequence of an attention whose queries have this shape and spec."""
     at = next(d for d, labels in enumerate(op.params["layout"].query) if QUERY in labels)
-    names = _axes(spec, at)
+    names = axes_of(spec, at)
     return ring_over(op.params["scores"], names, prod(mesh.shape[name] for name in names), shape[at])
-
-
-def _axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
-    """The mesh axes that split a dimension."""
-    axes = spec[dim] if dim < len(spec) else None
-    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
 def _attention(op: Op, ring: Ring, spec: PartitionSpec, *shards: jax.Array) -> tuple[Any, ...]:
@@ -159,7 +153,7 @@ def _attention(op: Op, ring: Ring, spec: PartitionSpec, *shards: jax.Array) -> t
     results = applied(op.name, op.params, ring, *shards)
     layout = op.params["layout"]
     axes = tuple(
-        a for d, labels in enumerate(layout.query) if labels[:1] in layout.groups for a in _axes(spec, d)
+        a for d, labels in enumerate(layout.query) if labels[:1] in layout.groups for a in axes_of(spec, d)
     )
     if op.name == FORWARD or not axes:
         return tuple(results)

@@ -11,6 +11,7 @@ Kernels of a loop's body stand between those before and after it; `loops` says i
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import prod
 
 from autoshard.search.device.handed_over import TurnedCopy, turned
 from autoshard.search.device.kernel_times import KernelTime, Times, of_collective
@@ -23,6 +24,7 @@ from autoshard.search.problem.convolution_copies import CONVOLUTION, Convolution
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from autoshard.search.problem.fusion import is_part
+from autoshard.search.problem.halos import HALO, Exchange
 from autoshard.search.problem.kernels import runs_alone
 from autoshard.search.problem.layouts import PRODUCT, Order
 from autoshard.search.problem.live_ranges import LiveRanges, Resident
@@ -176,10 +178,21 @@ def lower(
     return Lowered(tuple(lowering.kernels), tuple(lowering.buffers))
 
 
+def _halos(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[tuple[int, tuple[Exchange, ...]]]:
+    """By position, the exchanges of an op's halos."""
+    folded, node_of = costed.graph.folded, costed.graph.node_of
+    for k, members in enumerate(folded.members):
+        if found := costed.exchanges(k).get(chosen[node_of[k]]):
+            yield from ((i, found) for i in members)
+
+
 class _Lowering:
     def __init__(
         self, costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int], is_one_program: bool
     ) -> None:
+        self.halos = dict(_halos(costed, chosen))
+        joined = ((i, one.operand) for i, halos in self.halos.items() for one in halos)
+        live_ranges = live_ranges.with_copies(frozenset(joined))
         self.costed, self.live_ranges, self.chosen = costed, live_ranges, chosen
         self.folded, self.program = costed.graph.folded, live_ranges.program
         self.paths = ReshardPaths(costed, chosen)
@@ -330,6 +343,8 @@ class _Lowering:
         argument. cuDNN and cuBLAS read a copy of an operand in another layout than they need, and of a device's part of
         a whole array. A copy serves all ops with the same need, the backward phase's too."""
         op = self.program.ops[i]
+        if halos := [one for one in self.halos.get(i, ()) if one.operand == operand]:
+            return self._with_halos(i, operand, source, halos)
         if op.name not in REWRITING:
             return source
         copy = self.workspaces.copied_as(i, operand)
@@ -354,6 +369,22 @@ class _Lowering:
             num_bytes = self.paths.local_bytes(op.operands[operand], steps[-1].after)
             return self._copied(i, source, steps[-1].after, num_bytes, None, after=self._tie(reshard.phase))
         return source
+
+    def _with_halos(
+        self, i: int, operand: int, source: tuple[int, ...], halos: Sequence[Exchange]
+    ) -> tuple[int, ...]:
+        """The buffers in which an op reads an operand and its halos. A convolution reads them as one array, with its zeros;
+        other kernels join them on the fly."""
+        op, v = self.program.ops[i], self.program.ops[i].operands[operand]
+        dtype = str(self.program.values[v].dtype)
+        whats = (Communication(HALO, one.axes, sent, dtype) for one in halos for sent in one.sent)
+        rows = tuple(self._launched(i, v, source, what, (), what.num_bytes) for what in whats)
+        if op.name not in REWRITING:
+            return source + rows
+        port = self.costed.graph.ports[self.folded.class_of[i], operand, False]
+        copied_bytes = self.workspaces.copied_bytes(i, operand)
+        part_bytes = copied_bytes or self.paths.local_bytes(v, self.paths.spec(port))
+        return self._copied(i, source + rows, HALO, prod(one.growth for one in halos) * part_bytes, None)
 
     def _copied(
         self,

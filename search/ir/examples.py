@@ -109,7 +109,7 @@ class _LoopMerging:
 
     def _through_op(self, there: "_There", op: Op) -> list[Loops]:
         values = [there.graph.value(a) for a in op.inputs]
-        rule = rule_for(op.name, values, op.result_values, op.params)
+        rule = rule_for(op.name, values, op.result_values, op.params).in_rows
         carried = {dim[0] for dims in rule.results for dim in dims if dim}
         of_factor: dict[int, int] = {}
         for f, carriers in _carriers(rule, op, there).items():

@@ -7,6 +7,7 @@ phases, `state` the state, `roles` the roles of arguments. The trace also rewrit
   optimization barrier, so that XLA cannot share the recomputation with the forward phase; the graph has this barrier, too.
 * *Weak types* are dropped: a conversion that changes nothing else is removed.
 * *Updates by zeros* are removed (`identities`).
+* *Paddings by zeros* around convolutions and sums over windows become the windows' own (`paddings`).
 * *Loops of no steps* are replaced by their carry, so that no later pass meets one.
 * *Products of ragged groups* are expanded into dense ones, as the compiler does.
 * *Collectives over a named axis of `vmap`* become reductions over the dimension that the axis has become.
@@ -35,6 +36,7 @@ from autoshard.search.ir import _jax, _jax_kernels, in_place, own_meshes
 from autoshard.search.ir.factors import has_rule
 from autoshard.search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify, without_dead_ops
 from autoshard.search.ir.identities import without_zero_updates
+from autoshard.search.ir.paddings import with_own_padding
 from autoshard.search.ir.phases import with_phases
 from autoshard.search.ir.roles import roles
 from autoshard.search.ir.row_updates import with_row_updates
@@ -104,7 +106,8 @@ def trace_call(
         held = frozenset(out_shape.left)
         graph, out_shape = in_place.changed_only(graph, out_shape)
         certain = in_place.successors(out_shape)
-    graph, out_tree = without_zero_updates(with_phases(sunk(graph))), jax.tree.structure(out_shape)
+    graph = with_own_padding(without_zero_updates(with_phases(sunk(graph))))
+    out_tree = jax.tree.structure(out_shape)
     verify(graph)
     found = successors(graph, in_tree, out_tree, names, certain, state)
     arguments = tuple(

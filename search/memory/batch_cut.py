@@ -98,8 +98,8 @@ def cut_at(rule: Rule, dims: Sequence[tuple[int, ...]], state: PerExample, count
 
 
 def rule_of(op: Op, graph: Graph) -> Rule:
-    """An op's factors."""
-    rule = rule_for(op.name, [graph.value(a) for a in op.inputs], op.result_values, op.params)
+    """An op's factors. A microbatch holds every count-th example, which are no neighbours for a window."""
+    rule = rule_for(op.name, [graph.value(a) for a in op.inputs], op.result_values, op.params).in_rows
     pieces = _pieces(op.name, op.params)
     return _in_runs(rule, pieces) if pieces else rule
 

@@ -88,7 +88,7 @@ def _sums(graph: Graph, op: Op) -> bool:
 
 
 def _factors(inputs: Sequence[Value], op: Op) -> Sequence[Factor]:
-    return rule_for(op.name, inputs, op.result_values, op.params).factors
+    return rule_for(op.name, inputs, op.result_values, op.params).in_rows.factors
 
 
 class _Recomputing:

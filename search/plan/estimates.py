@@ -13,6 +13,7 @@ from autoshard.search.plan.measured_profile import measured_profile
 from autoshard.search.plan.measured_shares import measured_shares
 from autoshard.search.plan.values import Collective, Estimates
 from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.halos import HALO
 from autoshard.search.problem.reshard import SLICE
 from autoshard.search.problem.reshard_paths import ReshardPaths
 
@@ -76,7 +77,8 @@ def _collectives(costed: CostedGraph, chosen: Sequence[int]) -> tuple[Collective
     """All collectives of a step, added up by kind and axes."""
     names = AXIS_NAMES[costed.resharder.num_axes]
     total: dict[tuple[str, tuple[int, ...]], tuple[int, float, float]] = {}
-    runs = (*_between_nodes(costed, chosen), *_inside_nodes(costed, chosen), *_in_rings(costed, chosen))
+    inside = (*_inside_nodes(costed, chosen), *_in_rings(costed, chosen), *_of_halos(costed, chosen))
+    runs = (*_between_nodes(costed, chosen), *inside)
     for kind, axes, count, num_bytes, combined_bytes in runs:
         seconds = float(costed.resharder.mesh.time_s(kind, axes, num_bytes, combined_bytes))
         so_far = total.get((kind, axes), (0, 0.0, 0.0))
@@ -122,3 +124,10 @@ def _in_rings(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:
     for count, messages in costed.rings(chosen):
         for times, num_bytes in messages.sent:
             yield "collective-permute", messages.axes, count * times, num_bytes, 0.0
+
+
+def _of_halos(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:
+    """The rows that parts of windowed dimensions get from the parts beside them."""
+    for count, exchange in costed.halos(chosen):
+        for num_bytes in exchange.sent:
+            yield HALO, exchange.axes, count, num_bytes, 0.0

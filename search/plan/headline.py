@@ -6,7 +6,8 @@
 Every plan has stages; a plan of one program has one. A stage has replicas and, for each axis of a replica's mesh, the
 shares of the work that it splits (`search.plan.work_shares`). The words follow from these shares alone, in the terms of
 the literature: ZeRO (Rajbhandari et al. 2020), FSDP (Zhao et al. 2023), tensor and sequence parallelism (Shoeybi et al.
-2019, Korthikanti et al. 2022), expert parallelism (Lepikhin et al. 2020). A split without such a name is described.
+2019, Korthikanti et al. 2022), spatial parallelism (Dryden et al. 2019), expert parallelism (Lepikhin et al. 2020). A
+split without such a name is described.
 """
 
 import re
@@ -178,6 +179,7 @@ def axis_words(use: AxisUse) -> str:
     shares = {
         _batch_words(use): use.examples,
         "sequence parallel": use.positions,
+        "spatial parallel": use.rows,
         "tensor parallel": use.weights,
         "expert parallel": use.experts,
         "feature parallel": use.features,
@@ -185,7 +187,7 @@ def axis_words(use: AxisUse) -> str:
     named = [words for words, share in shares.items() if share >= NAMED]
     if not named:
         return "parameters split over {}" if use.parameters >= MOST else "replicated over {}"
-    if use.positions >= NAMED > use.examples and _batch_words(use) != DATA_PARALLEL:
+    if max(use.positions, use.rows) >= NAMED > use.examples and _batch_words(use) != DATA_PARALLEL:
         named.insert(0, _batch_words(use))
     *others, last = named
     joined = " + ".join([*(one.removesuffix(" parallel") for one in others), last])

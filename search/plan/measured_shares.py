@@ -246,6 +246,8 @@ class _Measured:
         if not set(having).isdisjoint(weights):
             is_stack = op.name == "dot_general" and len(having) > 1 and is_made
             return "experts" if is_stack else "weights"
+        if factor in {window.factor for window in op.rule.windows}:
+            return "rows"
         runs_over = _loops(op, self.followed.dims)[factor]
         return {Dim.EXAMPLES: "examples", Dim.POSITIONS: "positions"}.get(runs_over, "features")
 

@@ -9,18 +9,22 @@ XLA:GPU, all reductions of a product on a mesh of three axes, and of a look-up o
   two;
 * results of a look-up in a table whose rows are split, if they are scattered. It makes an all-reduce, and a slice.
 
+It also moves whole parts for a convolution whose halos the program has to exchange by name (`Window.is_named`).
+
 For these, each device computes its own terms (`executors.kernels`) and reduces them as planned. The paths to all
 readers must begin alike, and all shapes must split evenly.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 import numpy as np
 
 from autoshard.search.ir.graph import Value
 from autoshard.search.ir.sharding import ReshardPath, ReshardStep
-from autoshard.search.ir.spec import PARTIAL, divides
+from autoshard.search.ir.spec import PARTIAL, Spec, divides
+from autoshard.search.problem.convolution_copies import CONVOLUTION
+from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.layouts import PRODUCT
 from autoshard.search.problem.reshard import REDUCTIONS, SLICE
 from autoshard.search.problem.reshard_paths import ReshardPaths
@@ -48,7 +52,8 @@ def named_sums(paths: ReshardPaths, in_sums: Collection[tuple[int, int]]) -> Map
     for i, op in enumerate(paths.program.ops):
         is_product = op.name == PRODUCT and (paths.folded.class_of[i], 0) not in in_sums
         is_look_up = op.name == LOOK_UP and _may_shift(paths.program.values[op.operands[1]])
-        if (is_product or is_look_up) and _is_lost(paths, i):
+        is_convolution = op.name == CONVOLUTION and (paths.folded.class_of[i], 0) not in in_sums
+        if (is_product or is_look_up or is_convolution) and _is_lost(paths, i):
             (reductions,) = dict.fromkeys(map(_reductions, _paths(paths, i)))
             found[op.results[0]] = reductions
     return found
@@ -62,11 +67,26 @@ def _is_lost(paths: ReshardPaths, i: int) -> bool:
     found = list(_paths(paths, i))
     num_axes, reductions = len(paths.costed.resharder.mesh.shape), dict.fromkeys(map(_reductions, found))
     is_look_up = paths.program.ops[i].name == LOOK_UP
-    is_lost = any(
-        _is_joined(path, num_axes) or _is_sliced(path) or (is_look_up and _num_scattered(path) > 0)
-        for path in found
-    )
+    if paths.program.ops[i].name == CONVOLUTION:
+        is_lost = has_named_halos(paths.program.ops[i], _read(paths, i))
+    else:
+        is_lost = any(
+            _is_joined(path, num_axes) or _is_sliced(path) or (is_look_up and _num_scattered(path) > 0)
+            for path in found
+        )
     return is_lost and len(reductions) == 1 and all(_is_even(paths, i, path) for path in reductions)
+
+
+def has_named_halos(op: FlatOp, specs: Sequence[Spec]) -> bool:
+    """True if an op that reads operands in these specs has halos that the program exchanges by name."""
+    named = [window for window in op.rule.windows if window.is_named]
+    return not op.rule.is_on_shards and any(window.dim in specs[window.operand] for window in named)
+
+
+def _read(paths: ReshardPaths, i: int) -> list[Spec]:
+    """The specs in which an op reads its operands."""
+    ports, op_class = paths.graph.ports, paths.folded.class_of[i]
+    return [paths.spec(ports[op_class, n, False]) for n in range(len(paths.program.ops[i].operands))]
 
 
 def _may_shift(indices: Value) -> bool:
@@ -110,7 +130,6 @@ def _is_even(paths: ReshardPaths, i: int, reductions: ReshardPath) -> bool:
     op, program, mesh_shape = paths.program.ops[i], paths.program, paths.costed.resharder.mesh.shape
     (v,) = op.results
     lies = [(v, paths.made(v)), *((v, step.after) for step in reductions)]
-    ports = paths.graph.ports
-    lies += [(u, paths.spec(ports[paths.folded.class_of[i], n, False])) for n, u in enumerate(op.operands)]
+    lies += zip(op.operands, _read(paths, i), strict=True)
     is_even = all(divides(spec, program.values[u].shape, mesh_shape) for u, spec in lies)
     return is_even and PARTIAL not in reductions[-1].after

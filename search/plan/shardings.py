@@ -30,7 +30,7 @@ from autoshard.search.ir.factors import Kind
 from autoshard.search.ir.sharding import OperandReshard, Place, StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from autoshard.search.plan.barrier_terms import barrier_terms
-from autoshard.search.plan.named_sums import named_sums
+from autoshard.search.plan.named_sums import has_named_halos, named_sums
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.folding import Dependency
@@ -38,6 +38,9 @@ from autoshard.search.problem.reshard_paths import ReshardPaths
 
 ON_SHARDS = frozenset({"top_k"})
 """Ops that are applied shard by shard, besides kernels written by hand (see `executors.kernels`)."""
+
+POOLING_GRADIENT = "select_and_scatter_add"
+"""An op that is applied shard by shard where it has halos that the program exchanges by name."""
 
 
 def step_sharding(costed: CostedGraph, chosen: Sequence[int]) -> StepSharding:
@@ -98,6 +101,7 @@ class _Spelling:
         """The specs in which an op that is applied shard by shard reads its operands; nothing for other ops."""
         specs = [self.paths.spec(self.graph.ports[op_class, i, False]) for i in range(len(op.operands))]
         is_split = op.rule.is_on_shards or (op.name in ON_SHARDS and self._splits_evenly(op, specs))
+        is_split |= op.name == POOLING_GRADIENT and has_named_halos(op, specs)
         if not is_split and self.named_sums.keys().isdisjoint(op.results):
             return {}
         return {place: (spec,) for place, spec in zip(op.operand_places, specs, strict=True)}

@@ -1,8 +1,9 @@
 """The shares of a plan: how each mesh axis shares the work and the state, in shares between 0 and 1.
 
 An expert calls a plan by what its mesh axes split: examples (data parallelism), weights in computation (tensor parallelism),
-stacks of weights (experts), positions of a sequence, and parameters and optimizer state at rest (ZeRO, FSDP). They
-holds these shares. `search.plan.measured_shares` measures them, and `search.plan.headline` puts them into words.
+stacks of weights (experts), positions of a sequence, rows of images (spatial parallelism), and parameters and optimizer
+state at rest (ZeRO, FSDP). `WorkShares` holds these shares. `search.plan.measured_shares` measures them, and
+`search.plan.headline` puts them into words.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from autoshard.search.plan.bounds import Count, Number, Size
 class AxisUse:
     """The use of one mesh axis.
 
-    The first five are shares of the FLOPs of the forward phase's products with weights: of those products in which the axis
+    The first six are shares of the FLOPs of the forward phase's products with weights: of those products in which the axis
     splits such a loop. The rest of 1 is repeated on all devices of the axis. The others are shares of bytes.
 
     Attributes:
@@ -23,6 +24,7 @@ class AxisUse:
       size: number of devices along it.
       examples: loops over the examples of the batch.
       positions: loops over positions of an example: of a sequence, of an image.
+      rows: loops over rows along which windows slide, with halos.
       features: other loops that the weights do not have.
       weights: loops of the weights, over their outputs or over what is summed.
       experts: loops over a stack of weights, each of which meets its own part of the activations.
@@ -39,6 +41,7 @@ class AxisUse:
     size: Size
     examples: Number = 0.0
     positions: Number = 0.0
+    rows: Number = 0.0
     features: Number = 0.0
     weights: Number = 0.0
     experts: Number = 0.0

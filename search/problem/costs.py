@@ -5,7 +5,7 @@ plus the reductions inside it. The compiler fuses light ops: they move only the 
 An edge's cost is the cheapest reshard between the specs at its ends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -21,6 +21,7 @@ from autoshard.search.ir.factors.contraction import RULES as PRODUCTS
 from autoshard.search.ir.factors.rule import Dims, Rule
 from autoshard.search.ir.graph import Phase
 from autoshard.search.problem.flat_program import FlatOp
+from autoshard.search.problem.halos import Exchange, exchanges
 from autoshard.search.problem.kernels import FusedKernel, Kernels, moved_alone, runs_alone
 from autoshard.search.problem.reshard import Handling, Resharder
 from autoshard.search.problem.rings import ATTENTIONS, Attention, Messages, attention
@@ -199,6 +200,8 @@ class CostedGraph:
             inside += count * self.reduction_seconds(op_class)
             if op.name in ATTENTIONS:
                 inside += count * np.array([sent.exposed_s for sent in self.ring_messages(op_class)])
+            for strategy, halos in self.exchanges(op_class).items():
+                inside[strategy] += count * sum(one.seconds(self.resharder.mesh) for one in halos)
         for kernel in self._kernels_of[node]:
             compute += kernel.count * kernel_s(self.device, self.kernel_bytes(kernel))
         return compute, inside
@@ -295,6 +298,36 @@ class CostedGraph:
             if self.graph.folded.op(op_class).name in ATTENTIONS:
                 yield self.graph.folded.counts[op_class], self.ring_messages(op_class)[chosen[node]]
 
+    def exchanges(self, op_class: int) -> dict[int, tuple[Exchange, ...]]:
+        """By strategy, the exchanges of halos in one run of an op; strategies without any are left out."""
+        if op_class not in self._exchanges:
+            has_windows = bool(self.graph.folded.op(op_class).rule.windows)
+            self._exchanges[op_class] = dict(self._found_exchanges(op_class)) if has_windows else {}
+        return self._exchanges[op_class]
+
+    @cached_property
+    def _exchanges(self) -> dict[int, dict[int, tuple[Exchange, ...]]]:
+        """Memo of `exchanges`."""
+        return {}
+
+    def _found_exchanges(self, op_class: int) -> Iterator[tuple[int, tuple[Exchange, ...]]]:
+        graph, node = self.graph, self.graph.node_of[op_class]
+        op, factor_of = graph.folded.op(op_class), graph.groups[node].factor_of
+        own = {f: factor_of[k, f] for k, f in factor_of if k == op_class}
+        values = [graph.folded.program.values[v] for v in op.operands]
+        shares = [self.shares(graph.ports[op_class, i, False]) for i in range(len(values))]
+        for strategy, row in enumerate(self.strategies[node].assignment):
+            parts = [v.num_bytes * float(s[strategy]) for v, s in zip(values, shares, strict=True)]
+            found = tuple(exchanges(op, [v.shape for v in values], parts, own, row, self.resharder.mesh))
+            if found:
+                yield strategy, found
+
+    def halos(self, chosen: Sequence[int]) -> Iterator[tuple[int, Exchange]]:
+        """The exchanges of halos under a full assignment, each with its runs in one step."""
+        for op_class, node in enumerate(self.graph.node_of):
+            for exchange in self.exchanges(op_class).get(chosen[node], ()):
+                yield self.graph.folded.counts[op_class], exchange
+
     def _decomposition_seconds(self, op_class: int, num_bytes: np.ndarray) -> Seconds:
         """[strategies]: seconds of one run of an op that goes through the columns of a matrix, or of many."""
         program, op = self.graph.folded.program, self.graph.folded.op(op_class)
@@ -313,7 +346,27 @@ class CostedGraph:
             return 0.0
         node, copied = self.graph.node_of[op_class], self.kernels.copied.get(op_class, ())
         moved = ((c.count, self._bytes(node, ((c.endpoint, c.times),))) for c in copied)
-        return sum(count * np.asarray(kernel_s(self.device, num_bytes)) for count, num_bytes in moved)
+        seconds = sum(count * np.asarray(kernel_s(self.device, num_bytes)) for count, num_bytes in moved)
+        halos = self.exchanges(op_class)
+        if not halos or self.graph.folded.op(op_class).name not in PRODUCTS:  # others join halos on the fly
+            return seconds
+        written = {one.endpoint[1] for one in copied}
+        return seconds + self.graph.folded.counts[op_class] * self._joining_seconds(op_class, halos, written)
+
+    def _joining_seconds(
+        self, op_class: int, halos: Mapping[int, Sequence[Exchange]], written: Collection[int]
+    ) -> np.ndarray:
+        """[strategies]: seconds to write a device's part and its halos as one array, of operands that are not written out
+        in any case."""
+        found = np.zeros(len(self.strategies[self.graph.node_of[op_class]]))
+        values, operands = self.graph.folded.program.values, self.graph.folded.op(op_class).operands
+        for strategy, exchanged in halos.items():
+            for operand in {one.operand for one in exchanged} - {*written}:
+                share = self.shares(self.graph.ports[op_class, operand, False])[strategy]
+                growth = prod(one.growth for one in exchanged if one.operand == operand)
+                num_bytes = (1 + growth) * share * values[operands[operand]].num_bytes
+                found[strategy] += float(kernel_s(self.device, num_bytes))
+        return found
 
     def _bytes(self, node: int, moved: Sequence[tuple[Endpoint, float]]) -> np.ndarray:
         """[strategies]: bytes that one device moves."""

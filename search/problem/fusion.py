@@ -127,11 +127,18 @@ class Fusion:
       layouts: the layouts of products' results in memory.
       shared_constants: arrays of one number, made for each kernel that reads them.
       expensive_itemsize: largest element, in bytes, of an expensive op's stored result.
+      joined: operands, each an op's position and a number, that are written out together with their halos.
       sources: by value, the stored arrays that it is computed from: itself, if it is stored.
       computed_in: by value, the phases of the kernels that read it, or compute it on the fly.
     """
 
-    def __init__(self, folded: FoldedProgram, expensive_itemsize: float) -> None:
+    def __init__(
+        self,
+        folded: FoldedProgram,
+        expensive_itemsize: float,
+        joined: frozenset[tuple[int, int]] = frozenset(),
+    ) -> None:
+        self.joined = joined
         self.folded, self.program, self.expensive_itemsize = folded, folded.program, expensive_itemsize
         self.maker, self.uses = self.program.maker, self.program.uses
         self.is_reduction = [self._reduces(k) for k in range(len(folded.members))]
@@ -317,6 +324,10 @@ class Fusion:
             return convolution_copy(self.program, op, operand)
         return self.layouts.written_out(op, operand) if op.name == PRODUCT else None
 
+    def _reads_itself(self, i: int, operand: int) -> bool:
+        """Whether a library reads an operand, not a copy of it."""
+        return (i, operand) not in self.joined and self.copied_as(i, operand) is None
+
     def is_at_library(self, v: int) -> bool:
         """Whether a product or a convolution makes or reads an array, or a view of it, without a copy."""
         seen = self.seen_through(v)
@@ -327,7 +338,7 @@ class Fusion:
         for u in self.uses.get(v, ()):
             op = self.program.ops[u]
             if op.name in LIBRARIES:
-                if any(o == v and self.copied_as(u, i) is None for i, o in enumerate(op.operands)):
+                if any(o == v and self._reads_itself(u, i) for i, o in enumerate(op.operands)):
                     return True
             elif is_view(op) and not is_part(op) and any(map(self.is_read_by_library, op.results)):
                 return True
@@ -352,7 +363,7 @@ class Fusion:
                 if v == op.operands[0] and len(self.uses[v]) > 1:
                     return True
             elif op.name in LIBRARIES:
-                if any(o == v and self.copied_as(u, n) is None for n, o in enumerate(op.operands)):
+                if any(o == v and self._reads_itself(u, n) for n, o in enumerate(op.operands)):
                     return True
             elif op.name not in LOOKUPS and not self._is_fusible(u):
                 return True

@@ -3,6 +3,10 @@
 A group's strategy says for each mesh axis which of the group's factors it splits, or none. A copy's strategy is
 a spec and a way to get there. Strategies that do not divide evenly, or whose values no `PartitionSpec` could
 describe (a compound dimension split in its minor part), are left out.
+
+A factor along which windows slide is split evenly, into parts that are no shorter than their halos. It is not split where
+the examples divide over all devices: any plan that splits rows over an axis could split examples over it instead, with
+the same arithmetic, the same partial sums, the same memory and no halo.
 """
 
 from collections.abc import Iterable
@@ -75,8 +79,16 @@ class Strategies:
         )
 
 
+MostParts = tuple[tuple[int, int], ...]
+"""Factors along which windows slide, each with the largest number of parts into which it may be split."""
+
+
 def group_strategies(
-    group: OpGroup, ports: tuple[Port, ...], mesh_shape: tuple[int, ...], must_divide: bool
+    group: OpGroup,
+    ports: tuple[Port, ...],
+    mesh_shape: tuple[int, ...],
+    must_divide: bool,
+    most_parts: MostParts = (),
 ) -> Strategies:
     """All strategies of a group whose values enter and leave at `ports`.
 
@@ -86,7 +98,7 @@ def group_strategies(
     """
     minor = frozenset(f for p in ports for dim in p.dims for f in dim[1:])
     even = frozenset(dim[0] for p in ports for dim in p.dims if len(dim) > 1)
-    return _of_factors(group.sizes, group.is_sum, minor, even, mesh_shape, must_divide)
+    return _of_factors(group.sizes, group.is_sum, minor, even, mesh_shape, must_divide, most_parts)
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -97,12 +109,17 @@ def _of_factors(
     even: frozenset[int],
     mesh_shape: tuple[int, ...],
     must_divide: bool,
+    most_parts: MostParts,
 ) -> Strategies:
+    most = dict(most_parts)
+
     def may_split_into(factor: int, parts: int) -> bool:
         size = sizes[factor]
-        return size % parts == 0 if must_divide or factor in even else may_split(size, parts)
+        if must_divide or factor in even or factor in most:
+            return size % parts == 0 and parts <= most.get(factor, parts)
+        return may_split(size, parts)
 
-    factors = [f for f, size in enumerate(sizes) if f not in minor]
+    factors = [f for f, size in enumerate(sizes) if f not in minor and most.get(f, size) > 1]
     places = [NONE, *([ALL_PARTIAL] if is_sum else [])]
     largest = sorted(factors, key=lambda f: (-sizes[f], f))
     splitting = [axis for axis, n in enumerate(mesh_shape) if n > 1]
@@ -195,11 +212,27 @@ def all_strategies(graph: StrategyGraph, resharder: Resharder) -> tuple[Strategi
     shape, made = resharder.mesh.shape, list[Strategies]()
     for node, group in enumerate(graph.groups):
         first = graph.folded.op(group.op_classes[0])
-        must_divide = first.name in ("input", "output") or first.rule.is_on_shards
-        made.append(group_strategies(group, graph.ports_of[node], shape, must_divide))
+        is_named = any(window.is_named for window in first.rule.windows)
+        must_divide = first.name in ("input", "output") or first.rule.is_on_shards or is_named
+        most_parts = _most_parts(graph, group, prod(shape))
+        made.append(group_strategies(group, graph.ports_of[node], shape, must_divide, most_parts))
     for copy in graph.copies:
         made.append(_copy_strategies(copy, made))
     return tuple(made)
+
+
+def _most_parts(graph: StrategyGraph, group: OpGroup, num_devices: int) -> MostParts:
+    """The factors along which windows slide; an op with windows is a group of its own."""
+    op_class = group.op_classes[0]
+    op, factor_of = graph.folded.op(op_class), group.factor_of
+    examples = factor_of.get((op_class, op.rule.examples)) if op.rule.examples is not None else None
+    are_enough = examples is not None and group.sizes[examples] % num_devices == 0
+    found = dict[int, int]()
+    for window in op.rule.windows:
+        rows = graph.folded.program.values[op.operands[window.operand]].shape[window.dim]
+        most = 1 if are_enough else rows // max(1, window.before, window.after)
+        found[factor_of[op_class, window.factor]] = most
+    return tuple(found.items())
 
 
 def _copy_strategies(copy: Copy, made: list[Strategies]) -> Strategies:

@@ -67,6 +67,23 @@ def drawn(
     return _result(step_problem, on_mesh, solution.labels)
 
 
+def by_rows(step: Step, mesh: tuple[int, ...]) -> SearchResult:
+    """The plan in which the first axis splits the first dimension along which windows slide, the second one the second, as
+    far as they divide."""
+    step_problem, on_mesh = _on(step, mesh)
+    graph, strategies = on_mesh.memory.costed.graph, on_mesh.memory.costed.strategies
+    nodes = [*on_mesh.problem.node_cost_s]
+    for node, group in enumerate(graph.groups):
+        rule = graph.folded.op(group.op_classes[0]).rule
+        rows = [group.factor_of[group.op_classes[0], window.factor] for window in rule.windows]
+        if rows:
+            nodes[node] = nodes[node] + (strategies[node].assignment != rows[: len(mesh)]).sum(axis=1)
+    solution = branch_and_bound.solve(
+        branch_and_bound.Problem(tuple(nodes), on_mesh.problem.edges), relative_gap=0.5, time_limit_s=SEARCH_S
+    )
+    return _result(step_problem, on_mesh, solution.labels)
+
+
 def with_copies(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> StepSharding:
     """The fastest plan under these pins in which the backward phase's copies are all made anew, or all kept."""
     devices = cluster((8,))

@@ -8,7 +8,7 @@ share.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from autoshard.search.ir.factors.rule import Dims, Factor, Kind, Rule, RuleFn, num_points
+from autoshard.search.ir.factors.rule import Dims, Factor, Kind, Rule, RuleFn, Window, num_points
 
 Dim = tuple[int, ...]
 
@@ -42,6 +42,8 @@ class Loops:
         is_additive: bool = False,
         is_kernel: bool = False,
         is_missplit: bool = False,
+        windows: Iterable[Window] = (),
+        examples: Dim = (),
     ) -> Rule:
         """The rule over the loops so far.
 
@@ -58,6 +60,8 @@ class Loops:
             is_additive,
             is_kernel,
             is_missplit,
+            windows=tuple(windows),
+            examples=next(iter(examples), None),
         )
 
 

@@ -9,7 +9,7 @@ costs alike.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 from typing import Any
@@ -40,6 +40,29 @@ class Factor:
     kind: Kind = Kind.PARALLEL
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A factor along which windows slide, so that a part of it reads rows of its neighbours' parts: a halo.
+
+    Attributes:
+      factor: the factor.
+      operand: the operand that is read in windows.
+      dim: its dimension, whose major part the factor is.
+      before: rows of the dimension that windows read before their part.
+      after: rows of the dimension that windows read behind their part.
+      is_named: whether the program itself exchanges the halo (`executors.halos`): XLA's partitioner would move more.
+      is_returned: whether the op makes a result for the halo too, which goes back to its owners.
+    """
+
+    factor: int
+    operand: int
+    dim: int
+    before: int = 0
+    after: int = 0
+    is_named: bool = False
+    is_returned: bool = False
+
+
 def num_points(factors: Iterable[Factor]) -> int:
     """Of a nest of loops."""
     return prod(max(1, factor.size) for factor in factors)
@@ -60,6 +83,8 @@ class Rule:
       is_kernel: whether somebody wrote it as one, which the compiler neither fuses nor splits.
       is_missplit: whether the compiler splits it otherwise than its factors say.
       is_unknown: whether it stands for an op of which nothing is known; then nothing can be split.
+      windows: the factors along which windows slide, those without a halo too. They are split evenly.
+      examples: the factor that a windowed op splits over examples instead, if it has one.
     """
 
     factors: tuple[Factor, ...]
@@ -70,6 +95,8 @@ class Rule:
     is_kernel: bool = False
     is_missplit: bool = False
     is_unknown: bool = False
+    windows: tuple[Window, ...] = ()
+    examples: int | None = None
 
     def __post_init__(self) -> None:
         used = [f for dims in (*self.operands, *self.results) for dim in dims for f in dim]
@@ -79,6 +106,24 @@ class Rule:
     def is_on_shards(self) -> bool:
         """Whether the program says that each device runs the op on its own shards (`executors.kernels`)."""
         return self.is_kernel or self.is_missplit
+
+    @property
+    def in_rows(self) -> "Rule":
+        """The rule for parts that are no runs of neighbouring rows. Windows reach across such parts: windowed factors stay
+        whole, in each array for itself."""
+        slid, factors = {window.factor for window in self.windows}, list(self.factors)
+
+        def whole(f: int) -> int:
+            factors.append(Factor(self.factors[f].size, Kind.UNSPLITTABLE))
+            return len(factors) - 1
+
+        def own(dims: Dims) -> Dims:
+            return tuple(tuple(whole(f) if f in slid else f for f in dim) for dim in dims)
+
+        operands, results = tuple(map(own, self.operands)), tuple(map(own, self.results))
+        return replace(
+            self, factors=tuple(factors), operands=operands, results=results, windows=(), examples=None
+        )
 
     @property
     def num_points(self) -> int:

@@ -136,6 +136,9 @@ def take(numbers: lax.GatherDimensionNumbers, sizes: tuple[int, ...]) -> Callabl
 
 PLAIN_CONV = conv("NHWC HWIO NHWC", (4, 8, 8, 6), (3, 3, 6, 4))
 STRIDED_CONV = conv("NHWC HWIO NHWC", (4, 8, 8, 6), (3, 3, 6, 4), window_strides=(2, 2))
+TRANSPOSED_CONV = conv(
+    "NHWC HWIO NHWC", (2, 8, 8, 3), (3, 3, 3, 4), lhs_dilation=(2, 2), padding=[(2, 1), (1, 2)]
+)
 GROUPED_CONV = conv("NCHW OIHW NCHW", (4, 12, 5, 5), (8, 3, 3, 3), feature_group_count=4)
 DEPTHWISE_CONV = conv("NHWC HWIO NHWC", (4, 6, 6, 8), (3, 3, 1, 8), feature_group_count=8)
 
@@ -184,6 +187,16 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "conv": PLAIN_CONV,
     "conv-strided": STRIDED_CONV,
+    "conv-dilated": conv("NHWC HWIO NHWC", (2, 8, 8, 3), (3, 3, 3, 4), rhs_dilation=(2, 2)),
+    "conv-volume": conv(
+        "NDHWC DHWIO NDHWC",
+        (2, 8, 8, 4, 2),
+        (5, 3, 1, 2, 3),
+        window_strides=(1, 2, 1),
+        padding=[(2, 2), (1, 1), (0, 0)],
+    ),
+    "conv-transposed": TRANSPOSED_CONV,
+    "conv-transposed-kernel-gradient": conv_gradient(1, TRANSPOSED_CONV),
     "conv-nchw": conv("NCHW OIHW NCHW", (4, 6, 8, 8), (2, 6, 3, 3), padding="VALID"),
     "conv-input-gradient": conv_gradient(0, STRIDED_CONV),
     "conv-kernel-gradient": conv_gradient(1, STRIDED_CONV),
@@ -251,6 +264,30 @@ CASES: dict[str, tuple[Any, ...]] = {
         "reduce_window_sum",
         lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"),
         floats(4, 6, 6, 2),
+    ),
+    "overlapping-pool": (
+        "reduce_window_max",
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME"),
+        floats(2, 6, 6, 2),
+    ),
+    "overlapping-pool-gradient": (
+        "select_and_scatter_add",
+        jax.grad(
+            lambda x: (lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME") ** 2).sum()
+        ),
+        floats(2, 6, 6, 2),
+    ),
+    "sum-pool-gradient": (
+        "reduce_window_sum",
+        lambda x: lax.reduce_window_sum_p.bind(
+            x,
+            window_dimensions=(1, 3, 3, 1),
+            window_strides=(1, 1, 1, 1),
+            padding=((0, 0), (2, 1), (2, 1), (0, 0)),
+            base_dilation=(1, 2, 2, 1),
+            window_dilation=(1, 1, 1, 1),
+        ),
+        floats(2, 4, 4, 2),
     ),
     "strided-pool": (
         "reduce_window_sum",

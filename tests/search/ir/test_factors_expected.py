@@ -49,7 +49,7 @@ def same(text: str) -> str:
     return re.sub(r"([a-z]\w*)[+^!]?", renamed, text)
 
 
-POOLED = "n h! w! c -> n y! x! c"
+POOLED = "n (h s!) (w t!) c -> n h w c"
 SUMMED_UPDATES, COMBINED_UPDATES = "r d, p+ 1, p+ d -> r d", "r d, p^ 1, p^ d -> r d"
 
 EXPECTED = {
@@ -69,17 +69,21 @@ EXPECTED = {
     "dot-batch": "b q h d+, b k h d -> b h q k",
     "dot-size-1": "1 m k+, 1 k 1 -> 1 m 1",
     "dot-two-contracted": "b+ s+ d, b s h -> d h",
-    "conv": "n h! w! c+, p! q! c o -> n y! x! o",
-    "conv-strided": "n h! w! c+, p! q! c o -> n y! x! o",
+    "conv": "n h w c+, p! q! c o -> n h w o",
+    "conv-strided": "n (h s!) (w t!) c+, p! q! c o -> n h w o",
+    "conv-dilated": "n h w c+, p! q! c o -> n h w o",
+    "conv-volume": "n d (h s!) w c+, p! q! 1 c o -> n d h w o",
+    "conv-transposed": "n h w c+, p! q! c o -> n (h s!) (w t!) o",
     "conv-nchw": "n c+ h! w!, o c p! q! -> n o y! x!",
-    "conv-input-gradient": "n y! x! o+, p! q! c o -> n h! w! c",
-    "conv-kernel-gradient": "n+ h! w! c, n y! x! o -> p! q! c o",
-    "conv-grouped": "n (g c+) h! w!, (g o) c p! q! -> n (g o) y! x!",
-    "conv-grouped-input-gradient": "n (g o+) y! x!, o (g c) p! q! -> n (g c) h! w!",
-    "conv-grouped-kernel-gradient": "n+ (g c) h! w!, n (g o) y! x! -> (g o) c p! q!",
-    "conv-depthwise": "n h! w! g, p! q! 1 g -> n y! x! g",
-    "conv-depthwise-kernel-gradient": "n+ h! w! g, n y! x! g -> p! q! 1 g",
-    "conv-batch-groups": "(g n) c+ h! w!, (g o) c p! q! -> n (g o) y! x!",
+    "conv-input-gradient": "n h w o+, p! q! c o -> n (h s!) (w t!) c",
+    "conv-kernel-gradient": "n+ (h+ s!) (w+ t!) c, n h w o -> p! q! c o",
+    "conv-transposed-kernel-gradient": "n+ h+ w+ c, n (h s!) (w t!) o -> p! q! c o",
+    "conv-grouped": "n (g c+) h w, (g o) c p! q! -> n (g o) h w",
+    "conv-grouped-input-gradient": "n (g o+) h w, o (g c) p! q! -> n (g c) h w",
+    "conv-grouped-kernel-gradient": "n+ (g c) h+ w+, n (g o) h w -> (g o) c p! q!",
+    "conv-depthwise": "n h w g, p! q! 1 g -> n h w g",
+    "conv-depthwise-kernel-gradient": "n+ h+ w+ g, n h w g -> p! q! 1 g",
+    "conv-batch-groups": "(g n) c+ h w, (g o) c p! q! -> n (g o) h w",
     # shapes
     "reshape-split": "a (b c) -> a b c",
     "reshape-merge": "a b c -> (a b) c",
@@ -114,8 +118,11 @@ EXPECTED = {
     "cummin": "a! b -> a b",
     "max-pool": POOLED,
     "sum-pool": POOLED,
-    "strided-pool": "h! b -> y! b",
-    "max-pool-gradient": "n y! x! c, n h! w! c -> n i! j! c",
+    "overlapping-pool": "n h w c -> n h w c",
+    "sum-pool-gradient": "n h w c -> n (h s!) (w t!) c",
+    "strided-pool": "(h s!) b -> h b",
+    "max-pool-gradient": "n h w c, n (h s!) (w t!) c -> n (h s!) (w t!) c",
+    "overlapping-pool-gradient": "n h w c, n (h s!) (w t!) c -> n (h s!) (w t!) c",
     # look-ups
     "embedding": "v+ d, p q 1 -> p q d",
     "embedding-gradient": "v d, p+ q+ 1, p q d -> v d",
@@ -213,7 +220,7 @@ DIRECT: dict[str, tuple[list[Any], list[Any], dict[str, Any], str]] = {
     "reduce_window_max": (  # every other element, the last one of the padding
         [(4, 2)],
         [(4, 2)],
-        {"window_dimensions": (1, 1), "padding": ((0, 0), (0, 1))},
+        {"window_dimensions": (1, 1), "window_strides": (1, 2), "padding": ((0, 0), (0, 1))},
         "a b! -> a c!",
     ),
     "reduce_window_min": ([(4, 6)], [(4, 5)], windowed((1, 2)), "a b! -> a c!"),
@@ -285,6 +292,20 @@ def flops(rule: Rule) -> float:
 def test_flops_of_a_transform(points: int, per_transform: int):
     rows = [*avals([(4, points)])]
     assert flops(rule_for("fft", rows, rows, {"fft_lengths": (points,)})) == 4 * per_transform
+
+
+def test_windows_cut_no_rows_that_are_no_neighbours():
+    """A microbatch holds every count-th example."""
+    expected = {
+        "conv-strided": "n h! w! c+, p! q! c o -> n y! x! o",
+        "conv-kernel-gradient": "n+ h! w! c, n y! x! o -> p! q! c o",
+        "overlapping-pool": "n h! w! c -> n y! x! c",
+    }
+    for case, rule in expected.items():
+        written_whole = re.sub(r"\((\S+!) \S+!\)", r"\1", written(equation(case).rule.in_rows))
+        assert same(written_whole) == same(rule)
+    plain = equation("dot").rule
+    assert plain.in_rows == plain
 
 
 def test_few_ops_are_kernels_of_their_own():

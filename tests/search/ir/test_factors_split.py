@@ -4,7 +4,7 @@ Here every promise is kept by hand, with numpy and the primitive itself; nothing
 must adapt (shapes in parameters, indices relative to a piece) is adapted in the tables below, for tests only.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax import lax
 
-from autoshard.search.ir.factors.rule import Dims, Factor, Kind, Rule
+from autoshard.search.ir.factors.rule import Dims, Factor, Kind, Rule, Window
 from tests.search.ir.test_factors_cases import (
     BINARY,
     BITWISE,
@@ -72,12 +72,27 @@ class Piece:
         size = self.rule.factors[factor].size // num
         return [self._part(factor, size, index) for index in range(num)]
 
+    def _borrowed(self, x: np.ndarray, window: Window, start: int, size: int) -> np.ndarray:
+        """Some iterations of a windowed factor, with the rows that windows read before and behind them: those of the
+        neighbours, or padding."""
+        rows = x.shape[window.dim] // self.rule.factors[window.factor].size
+        padding = -np.inf if self.eqn.primitive.name == "reduce_window_max" else 0.0
+        edges = [(window.before, window.after) if d == window.dim else (0, 0) for d in range(x.ndim)]
+        around = np.pad(x, edges, constant_values=padding)
+        taken = range(start * rows, (start + size) * rows + window.before + window.after)
+        return around.take(taken, axis=window.dim)
+
     def _part(self, factor: int, size: int, index: int) -> "Piece":
         factors = list(self.rule.factors)
         operands = [
             _take(x, dims, factors, factor, index * size, size)
             for x, dims in zip(self.operands, self.rule.operands, strict=True)
         ]
+        for window in self.rule.windows:
+            if window.factor == factor:
+                operands[window.operand] = self._borrowed(
+                    self.operands[window.operand], window, index * size, size
+                )
         if _sums_updates(self.eqn, self.rule, factor) and index > 0:
             operands[0] = np.full_like(operands[0], NEUTRAL[self.eqn.primitive.name])
         factors[factor] = Factor(size, factors[factor].kind)
@@ -106,14 +121,13 @@ def _shape(dims: Dims, factors: Any) -> tuple[int, ...]:
 
 
 def _take(x: np.ndarray, dims: Dims, factors: Any, factor: int, start: int, size: int) -> np.ndarray:
-    """Some iterations of one factor: dims are opened into their factors and closed again."""
-    order = [f for dim in dims for f in dim]
-    if factor not in order:
+    """Some iterations of one factor: its dim is opened into its factors and closed again."""
+    at = next((d for d, dim in enumerate(dims) if factor in dim), None)
+    if at is None:
         return x
-    opened = x.reshape([factors[f].size for f in order])
-    part = opened.take(range(start, start + size), axis=order.index(factor))
-    local = {factor: Factor(size)}
-    return part.reshape([prod(local.get(f, factors[f]).size for f in dim) for dim in dims])
+    opened = x.reshape(*x.shape[:at], *(factors[f].size for f in dims[at]), *x.shape[at + 1 :])
+    part = opened.take(range(start, start + size), axis=at + dims[at].index(factor))
+    return part.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
 
 
 def _join(parts: list[np.ndarray], dims: Dims, factors: Any, factor: int) -> np.ndarray:
@@ -192,14 +206,41 @@ def _local_iota(piece: Piece, params: dict[str, Any]) -> Any:
 
 
 def _local_conv(piece: Piece, params: dict[str, Any]) -> Any:
-    """Group counts follow from the local feature and batch sizes."""
+    """Group counts follow from the local feature and batch sizes, padding from the rows at hand."""
     numbers, (lhs, rhs) = params["dimension_numbers"], (x.shape for x in piece.operands)
     out = piece.result_shape()
+    specs = (spec[2:] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
+    steps = (params[key] for key in ("window_strides", "rhs_dilation", "lhs_dilation"))
+    each = zip(*specs, params["padding"], zip(*steps, strict=True), strict=True)
+    padding = (_local_padding(piece, d, (rhs[k], out[y]), pad, at) for d, k, y, pad, at in each)
     return piece.operands, {
         **params,
+        "padding": tuple(padding),
         "feature_group_count": lhs[numbers.lhs_spec[1]] // rhs[numbers.rhs_spec[1]],
         "batch_group_count": max(1, lhs[numbers.lhs_spec[0]] // out[numbers.out_spec[0]]),
     }
+
+
+def _local_pool(piece: Piece, params: dict[str, Any]) -> Any:
+    out = piece.result_shape()
+    steps = (params[key] for key in ("window_strides", "window_dilation", "base_dilation"))
+    each = zip(params["window_dimensions"], out, params["padding"], zip(*steps, strict=True), strict=True)
+    padding = (_local_padding(piece, d, (taps, y), pad, at) for d, (taps, y, pad, at) in enumerate(each))
+    return piece.operands, {**params, "padding": tuple(padding)}
+
+
+def _local_padding(
+    piece: Piece, d: int, sizes: Sequence[int], whole: tuple[int, int], steps: Sequence[int]
+) -> tuple[int, int]:
+    """The padding of a dim of the first operand: less before by the rows that it has borrowed, and as much behind as the
+    results need. A dim that was not cut keeps its own."""
+    (taps, results), (stride, dilation, base_dilation) = sizes, steps
+    cut = [w for w in piece.rule.windows if (w.operand, w.dim) == (0, d) and w.factor in piece.offsets]
+    if not cut:
+        return whole
+    low = whole[0] - cut[0].before * base_dilation
+    read = (results - 1) * stride + (taps - 1) * dilation + 1
+    return low, read - low - ((piece.operands[0].shape[d] - 1) * base_dilation + 1)
 
 
 def _local_gather(piece: Piece, params: dict[str, Any]) -> Any:
@@ -242,6 +283,7 @@ ADAPT: dict[str, Callable[[Piece, dict[str, Any]], Any]] = {
     "tile": lambda piece, params: (piece.operands, _local_reps(piece, params)),
     "dynamic_slice": _with_result_shape("slice_sizes"),
     "conv_general_dilated": _local_conv,
+    **dict.fromkeys(("reduce_window_max", "reduce_window_sum"), _local_pool),
     "gather": _local_gather,
     **dict.fromkeys(NEUTRAL, _local_scatter),
     "scatter": _local_scatter,
@@ -286,7 +328,11 @@ COUNTED = {"iota": 1}
 
 
 def provable(case: str) -> tuple[tuple[int, int], ...]:
-    return tuple(split for split in splittable(equation(case).rule) if split[0] != COUNTED.get(case))
+    """The splits to try: not along which an iota counts, nor along which sums go back to their owners
+    (`tests/executors/test_halos.py`)."""
+    rule = equation(case).rule
+    returned = {window.factor for window in rule.windows if window.is_returned}
+    return tuple(split for split in splittable(rule) if split[0] not in {COUNTED.get(case), *returned})
 
 
 ELEMENTWISE = {*UNARY, *BINARY, *BITWISE} - {"exp", "add", "and"}

@@ -100,7 +100,13 @@ def _with_out_sharding(eqn: Equation, results: list[Any], assignment: Assignment
 
 
 REFUSED = {case for case in CASES if case.startswith(("conv-grouped", "conv-depthwise"))} | {
-    *("conv-batch-groups", "reshape-both", "reshape-gcd", "reshape-permuted"),
+    *(
+        "conv-transposed-kernel-gradient",
+        "conv-batch-groups",
+        "reshape-both",
+        "reshape-gcd",
+        "reshape-permuted",
+    ),
     *("gather-points", "scatter-points", "broadcast-scalar", "iota"),
 }
 """Cases of which JAX 0.11 or 0.12 may accept no assignment."""

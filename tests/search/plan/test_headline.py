@@ -25,6 +25,8 @@ WORDS = [
     ([AxisUse("data", 8, examples=0.4, experts=0.6)], "data + expert parallel over 8"),
     ([AxisUse("data", 8, experts=0.95)], "expert parallel over 8"),
     ([AxisUse("data", 8, positions=1.0)], "sequence parallel over 8"),
+    ([AxisUse("data", 8, rows=1.0)], "spatial parallel over 8"),
+    ([AxisUse("data", 8, rows=1.0, optimizer_state=1.0)], "ZeRO-1 + spatial parallel over 8"),
     ([AxisUse("data", 8, features=1.0)], "feature parallel over 8"),
     ([AxisUse("data", 8, positions=1.0, gathered=1.0, regathered=1.0)], "FSDP + sequence parallel over 8"),
     (
