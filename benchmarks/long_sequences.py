@@ -1,23 +1,29 @@
-"""Llama-3-8B on sequences longer than a device: searched, and compiled by XLA's GPU compiler.
+"""Llama-3-8B on sequences longer than a device, and AlphaFold 2's Evoformer on a long protein: searched, and compiled by
+XLA's GPU compiler.
 
-python -m benchmarks.long_sequences [--cases 128k 1M] [--search-only]
+python -m benchmarks.long_sequences [--cases 128k 1M evoformer] [--search-only]
 
-Layers are scanned, with a checkpoint each. A row has the plan, its predicted step, the peak as predicted and as compiled,
-and whether all collectives agree.
+Layers are scanned, with a checkpoint each. The Evoformer has 48 blocks, 512 sequences and 2,048 residues. A row has the
+plan, its predicted step, the peak as predicted and as compiled, and whether all collectives agree.
 """
 
 import argparse
 import os
+from functools import partial
 from time import process_time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import autoshard
+from tests.zoo.evoformer import ALPHAFOLD_2, make_evoformer
 from tests.zoo.llama import LLAMA_3_8B, make_llama
 
+LLAMA = partial(make_llama, **LLAMA_3_8B | {"scanned": True})
+
 CASES = {
-    "128k": ({"seq": 2**17, "batch": 1}, "8xH100-80GB"),
-    "1M": ({"seq": 2**20, "batch": 8}, "64xH100-80GB"),
+    "128k": (partial(LLAMA, seq=2**17, batch=1), "8xH100-80GB"),
+    "1M": (partial(LLAMA, seq=2**20, batch=8), "64xH100-80GB"),
+    "evoformer": (partial(make_evoformer, **ALPHAFOLD_2 | {"residues": 2048, "batch": 1}), "8xH100-80GB"),
 }
 
 GIB = 2**30
@@ -25,8 +31,8 @@ GIB = 2**30
 
 def row(name: str, is_searched_only: bool) -> str:
     """A case as a row of a table in Markdown."""
-    sizes, cluster = CASES[name]
-    case = make_llama(**LLAMA_3_8B | sizes, scanned=True)
+    make, cluster = CASES[name]
+    case = make()
     start = process_time()
     plan = autoshard.search(case.step, *case.abstract_args(), cluster=cluster, stages=1)
     took_s = process_time() - start

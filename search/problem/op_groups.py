@@ -10,6 +10,10 @@ rotary table shared by queries and keys does not tie their heads together; layer
 that they normalise. The update phase never joins the others, so that a parameter can be updated in another layout than
 it is used in (ZeRO; Rajbhandari et al. 2020).
 
+A large sum, such as the gradient of a bias that all rows of an attention share, ends its group, unless its reader meets
+the group's other values again, as a statistic does. Inside a group the sum could only be all-reduced; between two groups
+it may be scattered. The compiler scatters it, too.
+
 *Sums* are the one case where partial results should travel further: the gradient of a value read by three products is
 the sum of three products, reduced once, not thrice. Additive ops that are fed by contractions alone form groups of
 their own, with one factor more: splitting it over an axis means that everything in the group is partial over it.
@@ -41,6 +45,9 @@ MOVED = ADDITIONS | {
 """Ops over which XLA moves an all-reduce to the place where a loop adds it up, as long as they keep all elements apart.
 Source: XLA, `while_loop_all_reduce_code_motion.cc`; of several all-reduces that are added, it first makes one."""
 
+MIN_DECIDED_BYTES = 1 << 16
+"""Smaller values need no decision of their own: resharding them is all latency, keeping them costs nothing."""
+
 Loop = tuple[int, int]
 """A factor of a class: (class, index into its rule's factors)."""
 
@@ -65,7 +72,7 @@ class OpGroup:
 def op_groups(folded: FoldedProgram) -> tuple[OpGroup, ...]:
     """Partitions the classes into groups, ordered by first class."""
     sums = _sum_classes(folded) | _accumulation_classes(folded)
-    joiner = _Joiner(folded)
+    joiner, ending = _Joiner(folded), list[Dependency]()
     for dependency in sorted(
         folded.dependencies, key=lambda k: (-_dependency_size(folded, k), k.producer, k.consumer, k.operand)
     ):
@@ -74,9 +81,22 @@ def op_groups(folded: FoldedProgram) -> tuple[OpGroup, ...]:
         neither = (
             not sums & {u, v} and folded.is_light[u] and folded.is_light[v] and _phases_meet(folded, u, v)
         )
-        if u != v and (both_sums or neither):
+        if neither and _is_large_sum(folded, dependency):
+            ending.append(dependency)
+        elif u != v and (both_sums or neither):
+            joiner.join(dependency)
+    for dependency in ending:
+        if joiner.find_class(dependency.producer) == joiner.find_class(dependency.consumer):
             joiner.join(dependency)
     return joiner.groups(sums)
+
+
+def _is_large_sum(folded: FoldedProgram, dependency: Dependency) -> bool:
+    """Whether a dependency passes on a sum that devices may hold in parts."""
+    rule = folded.op(dependency.producer).rule
+    kept = {f for dim in rule.results[dependency.result] for f in dim}
+    is_sum = any(f.kind is Kind.SUM and f.size > 1 and i not in kept for i, f in enumerate(rule.factors))
+    return is_sum and _made(folded, dependency).num_bytes >= MIN_DECIDED_BYTES
 
 
 def _dependency_size(folded: FoldedProgram, dependency: Dependency) -> int:

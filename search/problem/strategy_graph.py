@@ -22,15 +22,12 @@ from autoshard.search.ir.graph import Value
 from autoshard.search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from autoshard.search.problem.folding import FoldedProgram
 from autoshard.search.problem.kernels import Endpoint
-from autoshard.search.problem.op_groups import OpGroup
+from autoshard.search.problem.op_groups import MIN_DECIDED_BYTES, OpGroup
 
 CONVERSION = "convert_element_type"
 
 STUCK = -1
 """In a port's dimensions: a factor that cannot be split."""
-
-MIN_RETAINED_BYTES = 1 << 16
-"""Smaller values need no choice of retention: resharding them is all latency, keeping them costs nothing."""
 
 
 Maker = tuple[int, int]
@@ -382,7 +379,7 @@ class _EdgeCollector:
                     total[v] = max(total.get(v, 0), count)
             nodes, own = {self._whole(p.node) for p in ports}, self._whole(source.node)
             is_retained = (
-                phase is ReadPhase.BACKWARD and bool(forward) and value.num_bytes >= MIN_RETAINED_BYTES
+                phase is ReadPhase.BACKWARD and bool(forward) and value.num_bytes >= MIN_DECIDED_BYTES
             )
             start = source
             if not value.is_on_host and (len(nodes - {own}) > 1 or (is_retained and nodes != {own})):

@@ -1,7 +1,7 @@
 """An Evoformer (AlphaFold 2, supplement 1.6) in pure Flax Linen.
 
 Each block attends over the alignment's rows and columns, sends outer products to the pair
-representation, and updates that by triangle multiplications and a transition.
+representation, and updates that by triangle multiplications, triangle attention (if it has heads) and a transition.
 """
 
 from typing import Any
@@ -13,6 +13,21 @@ import optax
 from flax.training.train_state import TrainState
 
 from .case import Case, Integers
+
+ALPHAFOLD_2 = {
+    "num_layers": 48,
+    "msa_features": 256,
+    "pair_features": 128,
+    "heads": 8,
+    "triangle_heads": 4,
+    "outer_features": 32,
+    "sequences": 512,
+    "residues": 384,
+    "batch": 128,
+    "dtype": jnp.bfloat16,
+    "scanned": True,
+}
+"""As it is fine-tuned: table 4 of the supplement."""
 
 
 class GatedAttention(nn.Module):
@@ -66,6 +81,20 @@ class TriangleMultiplication(nn.Module):
         return nn.sigmoid(nn.Dense(features, **types, name="gate")(pair)) * out
 
 
+class TriangleAttention(nn.Module):
+    """Each row of pairs attends over itself, with the pairs of its columns as a bias."""
+
+    heads: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, pair):
+        types = {"dtype": self.dtype, "param_dtype": self.dtype}
+        pair = nn.LayerNorm(**types)(pair)
+        bias = nn.Dense(self.heads, use_bias=False, **types, name="bias")(pair)
+        return GatedAttention(self.heads, self.dtype, name="attention")(pair, bias.transpose(0, 3, 1, 2))
+
+
 class Transition(nn.Module):
     dtype: Any
 
@@ -78,6 +107,8 @@ class Transition(nn.Module):
 class EvoformerBlock(nn.Module):
     heads: int
     dtype: Any
+    triangle_heads: int = 0
+    outer_features: int = 8
 
     @nn.compact
     def __call__(self, msa, pair):
@@ -91,9 +122,15 @@ class EvoformerBlock(nn.Module):
         columns = norm(msa).swapaxes(1, 2)
         msa = msa + GatedAttention(self.heads, self.dtype, name="column")(columns).swapaxes(1, 2)
         msa = msa + Transition(self.dtype, name="msa_transition")(norm(msa))
-        pair = pair + OuterProductMean(pair.shape[-1], 8, self.dtype, name="outer")(norm(msa))
+        outer = OuterProductMean(pair.shape[-1], self.outer_features, self.dtype, name="outer")
+        pair = pair + outer(norm(msa))
         pair = pair + TriangleMultiplication("bikc,bjkc->bijc", self.dtype, name="outgoing")(norm(pair))
         pair = pair + TriangleMultiplication("bkjc,bkic->bijc", self.dtype, name="incoming")(norm(pair))
+        if self.triangle_heads:
+            starting = TriangleAttention(self.triangle_heads, self.dtype, name="starting")
+            ending = TriangleAttention(self.triangle_heads, self.dtype, name="ending")
+            pair = pair + starting(pair)
+            pair = pair + ending(pair.swapaxes(1, 2)).swapaxes(1, 2)
         return msa, pair + Transition(self.dtype, name="pair_transition")(norm(pair))
 
 
@@ -105,6 +142,9 @@ class Evoformer(nn.Module):
     num_residue_types: int
     num_distances: int
     dtype: Any
+    triangle_heads: int = 0
+    outer_features: int = 8
+    scanned: bool = False
 
     @nn.compact
     def __call__(self, alignment):
@@ -113,11 +153,20 @@ class Evoformer(nn.Module):
         left = nn.Embed(self.num_residue_types, self.pair_features, **types, name="left")(alignment[:, 0])
         right = nn.Embed(self.num_residue_types, self.pair_features, **types, name="right")(alignment[:, 0])
         pair = left[:, :, None] + right[:, None, :]
-        for i in range(self.num_layers):
-            msa, pair = EvoformerBlock(self.heads, self.dtype, name=f"block_{i}")(msa, pair)
+        block = (self.heads, self.dtype, self.triangle_heads, self.outer_features)
+        if self.scanned:
+            msa, pair = self.over_blocks(EvoformerBlock(*block, name="blocks"), msa, pair)
+        for i in range(0 if self.scanned else self.num_layers):
+            msa, pair = EvoformerBlock(*block, name=f"block_{i}")(msa, pair)
         residue_logits = nn.Dense(self.num_residue_types, **types, name="residue_head")(msa)
         symmetric = pair + pair.swapaxes(1, 2)
         return residue_logits, nn.Dense(self.num_distances, **types, name="distance_head")(symmetric)
+
+    def over_blocks(self, block, msa, pair):
+        """Blocks in a loop, which keeps nothing of their insides."""
+        layer = nn.remat(lambda block, carry, _: (block(*carry), None), prevent_cse=False)
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(layer, length=self.num_layers, **axes)(block, (msa, pair), None)[0]
 
 
 def make_evoformer(
@@ -132,9 +181,16 @@ def make_evoformer(
     batch=24,
     optimizer=None,
     dtype=jnp.float32,
+    triangle_heads=0,
+    outer_features=8,
+    scanned=False,
 ) -> Case:
-    """The alignment is `[batch, sequences, residues]`; it learns residues and pairwise distances."""
-    model = Evoformer(num_layers, msa_features, pair_features, heads, num_residue_types, num_distances, dtype)
+    """The alignment is `[batch, sequences, residues]`; it learns residues and pairwise distances.
+
+    `make_evoformer(**ALPHAFOLD_2)` has the real one's sizes.
+    """
+    sizes = (num_layers, msa_features, pair_features, heads, num_residue_types, num_distances)
+    model = Evoformer(*sizes, dtype, triangle_heads, outer_features, scanned)
     optimizer = optimizer or optax.adam(1e-3)
 
     def init():

@@ -62,6 +62,19 @@ def test_statistics_join_the_activations_that_they_normalise():
     assert found.sizes == (16, 8)
 
 
+@pytest.mark.parametrize(("size", "num_groups"), [(128, 2), (127, 1)])
+def test_a_sum_of_64_kib_ends_its_group(size, num_groups):
+    """So it may be scattered, as the compiler does it: XLA, `reduce_scatter_creator.cc`."""
+    found = grouped(lambda x: jnp.cos(jnp.sin(x).sum(0).T), array(4, size, size))
+    assert len(found) == num_groups
+    assert found[0][:2] == ["sin", "reduce_sum"]
+
+
+def test_a_large_statistic_stays_with_what_it_normalises():
+    step = lambda x: (y := jnp.sin(x)) / jnp.sqrt(jnp.sum(y**2, -1, keepdims=True))  # noqa: E731
+    assert [names[0] for names in grouped(step, array(256, 256, 8))] == ["sin"]
+
+
 def test_a_rotary_table_does_not_tie_the_heads_of_queries_to_those_of_keys():
     """Queries have 8 heads, keys 2: both are turned by one table, over places and features."""
 

@@ -13,9 +13,8 @@ from autoshard.search.ir.graph import Phase
 from autoshard.search.ir.trace import trace
 from autoshard.search.problem.flat_program import ReadPhase, flatten, read_phase
 from autoshard.search.problem.folding import fold
-from autoshard.search.problem.op_groups import op_groups
+from autoshard.search.problem.op_groups import MIN_DECIDED_BYTES, op_groups
 from autoshard.search.problem.strategy_graph import (
-    MIN_RETAINED_BYTES,
     STUCK,
     Copy,
     Port,
@@ -296,10 +295,10 @@ def kept(rows: int) -> bool:
 
 
 def test_what_both_phases_read_may_be_kept_if_it_is_large():
-    rows = MIN_RETAINED_BYTES // (4 * 128)
+    rows = MIN_DECIDED_BYTES // (4 * 128)
     assert kept(rows)
     assert not kept(rows - 1)
-    assert MIN_RETAINED_BYTES == 64 * 1024
+    assert MIN_DECIDED_BYTES == 64 * 1024
 
 
 def test_a_kept_copy_is_of_one_that_the_forward_phase_reads():
