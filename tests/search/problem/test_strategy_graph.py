@@ -462,6 +462,25 @@ def test_of_what_is_converted_beside_other_ops_of_a_group_the_narrower_type_is_k
     assert {str(value.dtype) for value in graph.narrowed.values()} <= {"bfloat16"}
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_weight_that_is_widened_by_itself_moves_in_its_own_type(is_trained):
+    """For several phases, too."""
+
+    def step(w, x):
+        def loss(w):
+            return jnp.sum(jnp.sin(x @ w.astype(jnp.float32)) @ w.astype(jnp.float32))
+
+        return w - jax.grad(loss)(w) if is_trained else loss(w)
+
+    graph = connected(step, array(64, 64, dtype=jnp.bfloat16), array(64, 64))
+    moved = {
+        name(graph, op_class): str(value.dtype)
+        for (op_class, _), value in graph.narrowed.items()
+        if graph.folded.op(op_class).phase is Phase.FORWARD
+    }
+    assert moved == {"convert_element_type": "bfloat16"}
+
+
 def test_what_a_loop_has_added_up_is_joined():
     graph = accumulated(jnp.float32)
     assert {name(graph, op_class) for op_class, _ in graph.combined} == {"x", "carry"}
