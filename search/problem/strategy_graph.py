@@ -191,8 +191,9 @@ class StrategyGraph:
     def widened(self) -> dict[Maker, Value]:
         """By maker of a value that is converted from a narrower type: the value in that type."""
         found = dict[Maker, Value]()
-        for k in (k for k in range(len(self.folded.members)) if self.folded.op(k).name == CONVERSION):
-            op, values = self.folded.op(k), self.folded.program.values
+        values, classes = self.folded.program.values, range(len(self.folded.members))
+        conversions = ((k, self.folded.op(k)) for k in classes if self.folded.op(k).name == CONVERSION)
+        for k, op in ((k, op) for k, op in conversions if op.operands):
             before, after = values[op.operands[0]], values[op.results[0]]
             if before.itemsize < after.itemsize:
                 found[k, 0] = before

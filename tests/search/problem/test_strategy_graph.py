@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -460,6 +461,15 @@ def test_of_what_is_converted_beside_other_ops_of_a_group_the_narrower_type_is_k
     graph = connected(step, array(64, 64), array(64, 64))
     assert {name(graph, op_class) for op_class, _ in graph.narrowed} == narrowed
     assert {str(value.dtype) for value in graph.narrowed.values()} <= {"bfloat16"}
+
+
+def test_a_number_that_is_converted_moves_nowhere():
+    def step(x):
+        return jnp.sin(x) * lax.convert_element_type(np.float16(2), jnp.float32)
+
+    graph = connected(step, array(64, 64))
+    assert "convert_element_type" in {name(graph, k) for k in range(len(graph.folded.members))}
+    assert not graph.narrowed
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
