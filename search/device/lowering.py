@@ -442,10 +442,8 @@ class _Lowering:
     def _is_widened(self, v: int) -> bool:
         """Whether a value is an array that was converted from a narrower type."""
         i, r = self.live_ranges.maker[v]
-        return (
-            self.folded.class_of[i],
-            r,
-        ) in self.costed.graph.widened and self.live_ranges.fusion.is_stored(v)
+        is_widened = (self.folded.class_of[i], r) in self.costed.graph.widened
+        return is_widened and self.live_ranges.fusion.is_stored(v)
 
     def _converted(self, i: int, v: int, narrow: int, step: ReshardStep) -> int:
         """The buffer of a value that has moved in a narrower type, and is converted where it arrives."""

@@ -109,12 +109,12 @@ def offloaded(step: Step, hosted: frozenset[int], residuals: frozenset[int] = fr
     """
     if not hosted and not residuals:
         return Offloaded(step, tuple(range(len(step.graph.ops))))
-    by_phase, before = retyped_by_phase(step.graph, [step.graph.inputs[i] for i in sorted(hosted)])
-    rewriting = _Rewriting(replace(step, graph=by_phase), hosted, residuals)
+    retyped = retyped_by_phase(step.graph, [step.graph.inputs[i] for i in sorted(hosted)])
+    rewriting = _Rewriting(replace(step, graph=retyped.graph), hosted, residuals - retyped.made_again)
     graph = rewriting.run()
     verify(graph)
     there = (rewriting.origin.get(i, -1) for i in range(len(graph.ops)))
-    return Offloaded(replace(step, graph=graph), tuple(-1 if n < 0 else before[n] for n in there))
+    return Offloaded(replace(step, graph=graph), tuple(-1 if n < 0 else retyped.origin[n] for n in there))
 
 
 class _Rewriting:

@@ -8,7 +8,7 @@ Arrays that are converted to a narrower type stay: they take less memory than th
 """
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase
 from autoshard.search.memory.written import Written
@@ -22,12 +22,28 @@ def is_retyped(op: Op, v: int) -> bool:
     return op.name in RETYPES and op.operands == (v,)
 
 
-def retyped_by_phase(graph: Graph, arrays: Collection[int]) -> tuple[Graph, tuple[int, ...]]:
-    """The graph in which each phase converts these arrays for itself, and by op, its index before; -1 for new ones."""
+@dataclass(frozen=True, slots=True)
+class Retyped:
+    """A graph in which each phase converts some arrays for itself.
+
+    Attributes:
+      graph: with the same inputs and outputs.
+      origin: by op, its index before the rewrite; -1 for new ones.
+      made_again: converted arrays of which later phases make their own.
+    """
+
+    graph: Graph
+    origin: tuple[int, ...]
+    made_again: frozenset[int]
+
+
+def retyped_by_phase(graph: Graph, arrays: Collection[int]) -> Retyped:
+    """The graph with ops that convert these arrays in each phase that reads them converted."""
     rewriting = _Rewriting(graph, arrays)
     rewriting.run()
     written = rewriting.written
-    return replace(graph, values=tuple(written.values), ops=tuple(written.ops)), tuple(rewriting.origin)
+    by_phase = replace(graph, values=tuple(written.values), ops=tuple(written.ops))
+    return Retyped(by_phase, tuple(rewriting.origin), frozenset(v for v, _ in rewriting.again))
 
 
 class _Rewriting:

@@ -104,6 +104,9 @@ def test_each_phase_converts_the_weights_that_it_fetches(convert):
     for i, op in enumerate(graph.ops):
         for (n,) in found.before([(i,)]):
             assert traced.graph.ops[n].primitive is op.primitive
+    converted = {op.outputs[0] for op in traced.graph.ops if op.name == "convert_element_type"}
+    waiting = offloaded(traced, of_roles(traced, Role.FROZEN), frozenset(converted)).step.graph
+    assert not list(transfers(waiting, to_host=True))
 
 
 def test_narrower_copies_of_a_weight_stay_on_the_device():
