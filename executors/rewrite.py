@@ -183,9 +183,30 @@ class _Evaluation:
         return self.shared.arrive(atom, reshard, lambda: self._start(atom, reshard, op), self._taken)
 
     def _start(self, v: int, reshard: OperandReshard, op: Op | None) -> Any:
-        """The value. Where a phase makes its own copy, the value waits for a gradient."""
+        """The value. Where a phase makes its own copy, the value waits for a gradient. A value that was widened is
+        converted again behind the barrier, so that the compiler can move it in the narrower type."""
         tie = self._incoming(v, op) if reshard.phase else None
-        return self.env[v] if tie is None else jax.lax.optimization_barrier((self.env[v], tie))[0]
+        if tie is None:
+            return self.env[v]
+        at = self._widenings.get(v)
+        if at is None:
+            return jax.lax.optimization_barrier((self.env[v], tie))[0]
+        op, site = self.graph.ops[at], (*self.path, at)
+        held, _ = jax.lax.optimization_barrier((self._read(op.inputs[0], ("operand", site, 0), op), tie))
+        (x,) = bind(op.primitive, [held], op.params)
+        return self._placed(v, x, ("result", site, 0))
+
+    @functools.cached_property
+    def _widenings(self) -> dict[int, int]:
+        """By value, the number of the op that converts a narrower one to it."""
+        of_one = (
+            (i, op) for i, op in enumerate(self.graph.ops) if op.primitive is jax.lax.convert_element_type_p
+        )
+        wider = ((i, op) for i, op in of_one if op.operands and self._widens(op))
+        return {op.outputs[0]: i for i, op in wider}
+
+    def _widens(self, op: Op) -> bool:
+        return self.graph.value(op.inputs[0]).itemsize < op.result_values[0].itemsize
 
     def _incoming(self, v: int, op: Op | None) -> Any:
         """A gradient among the operands of the copy's first reader, or else the latest gradient."""

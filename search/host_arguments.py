@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.cost_model.cluster import Cluster
-from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.errors import InfeasibleError, InputError, closest
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.offload import MIN_BYTES, may_rest_on_host
@@ -46,7 +46,7 @@ class HostArguments:
         for kind in (k for k in kinds if k != RESIDUALS):
             if not self.of_kinds([kind]):
                 raise InputError(
-                    f"offload={kinds}: {self.step.name} has no {kind} that can rest on the host, of "
+                    f"offload={kinds}: {self.step.name} has no {self._called(kind)} that can rest on the host, of "
                     f"{format_bytes(MIN_BYTES)} or more and handed on by nothing but its own new values. A batch cannot; a "
                     "frozen weight that looks like one is named by state=. Leave it out, or "
                     f"name some of {(*OFFLOADED, RESIDUALS)} or the path of an argument{self._such_as()}"
@@ -109,6 +109,13 @@ class HostArguments:
         return tuple(
             a.repeats * graph.values[v].num_bytes for v, a in zip(graph.inputs, arguments, strict=True)
         )
+
+    def _called(self, kind: str) -> str:
+        """A kind as the user named it; an unknown name with those that are close to it."""
+        if kind in OFFLOADED:
+            return kind
+        known = [*OFFLOADED, RESIDUALS, *(argument.name for argument in self.step.arguments)]
+        return f"argument {kind!r}{closest(kind, [name for name in known if name != kind])}"
 
     def _such_as(self) -> str:
         """The path of an argument that `offload` may name, if there is one."""

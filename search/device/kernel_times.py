@@ -18,7 +18,8 @@ from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.kernels import FusedKernel, runs_alone
 
 UNKNOWN_S = 5e-3
-"""The scheduler's time for a collective between nodes. Source: its log."""
+"""The scheduler's time for a collective between nodes, and for a transfer between a device and its host. Source: its log;
+XLA, `kHighLatency`."""
 
 CONVOLUTION_S = 10e-6
 """The scheduler's time for any convolution. Source: its log."""
@@ -80,8 +81,9 @@ class Times:
     def _of_alone(self, op_class: int) -> KernelTime:
         if op_class not in self._alone:
             seconds = self._chosen(op_class, self.costed.op_seconds(op_class))
-            is_guessed = self.folded.op(op_class).name == CONVOLUTION
-            self._alone[op_class] = KernelTime(seconds, CONVOLUTION_S if is_guessed else seconds)
+            op = self.folded.op(op_class)
+            guessed_s = UNKNOWN_S if op.is_transfer else CONVOLUTION_S if op.name == CONVOLUTION else seconds
+            self._alone[op_class] = KernelTime(seconds, guessed_s)
         return self._alone[op_class]
 
     def _chosen(self, op_class: int, of_strategies: np.ndarray) -> float:

@@ -8,11 +8,12 @@ the ties of those before it:
 
 1. Once memory exceeds the budget, the candidate that adds least to it. Once memory exceeds half of the budget, a
    candidate that does not bring it above the budget.
-2. The end of a collective, if no other collective is under way.
+2. The end of a collective, if no other collective is under way; the end of a transfer between the device and its host,
+   if at most one other is.
 3. The candidate that is ready soonest. The start of a collective is ready when the clock has moved by the collective's
    time since its end was listed. Any other kernel is ready `EDGE_S` after its reader.
 4. If the end of another collective is a candidate, the start of the one that is under way; otherwise, any kernel but
-   the start of a collective that depends on no other.
+   the start of a collective that depends on no other. Of transfers likewise, if two are under way.
 5. The candidate at the end of the longest chain of collectives.
 6. The candidate whose time is closest to the time until another one is ready.
 7. A reader of a collective's result, because the collective's end can be listed next.
@@ -31,7 +32,7 @@ is listed at once, so the kernel is ready `EDGE_S` later than others.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -44,6 +45,10 @@ EDGE_S = 1e-6
 
 LAUNCH_S = 1e-6
 """The scheduler's time for the start of a collective, and for its end, besides the collective. Source: XLA, `kLowCost`."""
+
+MOST_UNDER_WAY = {"collectives": 1, "transfers": 2}
+"""Collectives, and transfers between a device and its host, that the scheduler puts beside one another. Source: XLA,
+`parallel_collective_overlap_limit` and `parallel_async_compute_limit`."""
 
 LOOP_S = 1e-8
 """The scheduler's time for a loop. Source: XLA, a hundredth of `kLowCost`."""
@@ -106,7 +111,7 @@ class _Scheduler:
       now_s: the clock.
       ready: nodes whose dependents are all listed.
       listed: nodes, from the last to the first.
-      is_under_way: whether the end of a collective is listed and its start is not yet.
+      under_way: by kind of resource, the collectives or transfers whose ends are listed and whose starts are not yet.
       held_bytes: bytes in memory.
       held_beside: by loop, the bytes in memory when it is listed.
       adds_bytes: by unit, the bytes that it reads and that are not in memory.
@@ -121,7 +126,7 @@ class _Scheduler:
         self.unread = Counter(b for reads in self.reads for b in reads)
         self.outer = frozenset(self.unread).difference(*self.makes)
         self.ended = frozenset(b for unit in units for b in self._made_by_end(unit))
-        self.communicates = [region.has_collective(unit) for unit in units]
+        self.occupies = [region.occupies(unit) for unit in units]
         self.num_readers, self.first_reader = [0] * len(units), [inf] * len(units)
         self.depth_s, self.wanted_s = [0.0] * len(units), [0.0] * len(units)
         for unit, needed in enumerate(region.before):
@@ -129,7 +134,7 @@ class _Scheduler:
             for n in needed:
                 self.num_readers[n] += 1
                 self.first_reader[n] = min(self.first_reader[n], unit)
-        self.now_s, self.is_under_way = 0.0, False
+        self.now_s, self.under_way = 0.0, Counter[str]()
         self.ready: list[_Node] = []
         self.listed: list[_Node] = []
         self.live: set[int] = set()
@@ -196,12 +201,13 @@ class _Scheduler:
         if not node.is_start:
             self._hold(unit)
         if node.is_end:
-            self.is_under_way = True
+            self.under_way.update(self.occupies[unit])
             place = max((n + 0.5 for n in self.region.before[unit]), default=-0.5)
             ready_s = max(self.now_s, begun_s + self._seconds(unit))
             self.ready.append(_Node(unit, LAUNCH_S, self.depth_s[unit], place, ready_s, is_start=True))
             return
-        self.is_under_way = self.is_under_way and not node.is_start
+        if node.is_start:
+            self.under_way.subtract(self.occupies[unit])
         self._let_go(unit)
         self.unread.subtract(self.reads[unit])
         if any(b in self.outer and not self.unread[b] for b in self.reads[unit]):
@@ -235,13 +241,10 @@ class _Scheduler:
 
     def _best(self) -> _Node:
         """The node to list next."""
-        is_wanted = any(node.is_end for node in self.ready)
-        allowed = [
-            node
-            for node in self.ready
-            if not (self.is_under_way and self.communicates[node.unit] and not node.is_start)
-        ]
-        urgency = [self._urgency(node, is_wanted) for node in allowed]
+        full = {kind for kind, most in MOST_UNDER_WAY.items() if self.under_way[kind] >= most}
+        allowed = [node for node in self.ready if node.is_start or full.isdisjoint(self.occupies[node.unit])]
+        wanted = full and full.intersection(self._ending())
+        urgency = [self._urgency(node, wanted) for node in allowed]
         most = min(urgency)
         best, *others = (node for node, one in zip(allowed, urgency, strict=True) if one == most)
         until_s = self._until_next_s() if others else None
@@ -250,15 +253,20 @@ class _Scheduler:
                 best = node
         return best
 
-    def _urgency(self, node: _Node, is_wanted: bool) -> tuple[float, bool, bool, float, bool, bool, float]:
-        """The node's key by rules 1 to 5; the smallest comes first."""
+    def _ending(self) -> Iterator[str]:
+        """The kinds of resource of which an end is a candidate."""
+        return (kind for node in self.ready if node.is_end for kind in self.occupies[node.unit])
+
+    def _urgency(self, node: _Node, wanted: set[str]) -> tuple[float, bool, bool, float, bool, bool, float]:
+        """The node's key by rules 1 to 5; the smallest comes first. `wanted` are the kinds of resource of which too many are
+        under way for another one's end."""
         growth_bytes, exceeds = self._pressure(node)
         return (
             growth_bytes,
             exceeds,
             not node.is_end,
             max(node.ready_s, self.now_s),
-            not (node.is_start and is_wanted),
+            not node.is_start or wanted.isdisjoint(self.occupies[node.unit]),
             node.is_start and not node.depth_s,
             -node.depth_s,
         )

@@ -244,6 +244,9 @@ class _Lowering:
             self.sources[v] = (self._buffer(local_bytes, Resident.TEMPORARIES, (), False),)
             self.constants.update(self.sources[v])
             return
+        if self._is_converted_on_arrival(i, op):
+            self.sources |= dict.fromkeys(op.results, read)
+            return
         is_array = any(
             v in self.resharded or self.live_ranges.fusion.is_stored(v) or self._is_kept_as_small(v)
             for v in op.results
@@ -254,6 +257,20 @@ class _Lowering:
             self.sources |= dict.fromkeys(op.results, read)
             if waits := self._waits(op):
                 self.waits |= dict.fromkeys(op.results, waits)
+
+    def _is_converted_on_arrival(self, i: int, op: FlatOp) -> bool:
+        """Whether an op's result is only read after it moved in the narrower type from which the op converts it: then
+        those devices convert it that it reaches."""
+        if (self.folded.class_of[i], 0) not in self.costed.graph.widened:
+            return False
+        (v,) = op.results
+        ways = [self.paths.to_reader(*read).path for read in self._readers(v)]
+        return not self.paths.to_rest(v) and bool(ways) and all(way and way[0].is_narrowed for way in ways)
+
+    def _readers(self, v: int) -> Iterator[tuple[int, int]]:
+        """The ops that read a value, each with the operand that it is."""
+        for i in dict.fromkeys(self.program.uses.get(v, ())):
+            yield from ((i, n) for n, o in enumerate(self.program.ops[i].operands) if o == v)
 
     def _is_kept_as_small(self, v: int) -> bool:
         """Whether the kernel that takes maxima across an array also writes it, for later ones to read."""
@@ -448,8 +465,24 @@ class _Lowering:
         what = Communication(step.kind, step.axes, step.num_bytes, str(moved.dtype))
         num_bytes = share * self.paths.local_bytes(v, step.after)
         made = self._launched(i, v, source, what, self._tie(phase), num_bytes)
+        if step.is_narrowed and self._is_widened(v):
+            made = self._converted(i, v, made, step)
         self.buffers[made] = replace(self.buffers[made], arrival=arrival)
         return (made,)
+
+    def _is_widened(self, v: int) -> bool:
+        """Whether a value is an array that was converted from a narrower type."""
+        i, r = self.live_ranges.maker[v]
+        is_widened = (self.folded.class_of[i], r) in self.costed.graph.widened
+        return is_widened and self.live_ranges.fusion.is_stored(v)
+
+    def _converted(self, i: int, v: int, narrow: int, step: ReshardStep) -> int:
+        """The buffer of a value that has moved in a narrower type, and is converted where it arrives."""
+        moving, num_bytes = self.kernels[-1], self.paths.local_bytes(v, step.after)
+        made = self._buffer(num_bytes, self.live_ranges.resident(v), moving.loops, False)
+        time = self.times.of_moving(self.buffers[narrow].num_bytes + num_bytes) * self.program.ops[i].count
+        self._append(replace(moving, reads=(narrow,), makes=(made,), after=(), collective=None, time=time))
+        return made
 
     def _tie(self, phase: str) -> tuple[int, ...]:
         """The kernels that a reshard of a phase must follow: in the backward phase, its last kernel so far."""

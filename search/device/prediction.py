@@ -86,8 +86,10 @@ class Prediction:
     @cached_property
     def peak(self) -> Peak:
         """The peak of device memory."""
-        allowed_bytes = max(self.limit_bytes, self.needed_bytes)
-        num_bytes = min(_with_margin(self._scheduled).num_bytes, allowed_bytes)
+        allowed_bytes, scheduled = max(self.limit_bytes, self.needed_bytes), _with_margin(self._scheduled)
+        if self._is_fetching and scheduled.num_bytes < self.least.num_bytes:
+            return scheduled
+        num_bytes = min(scheduled.num_bytes, allowed_bytes)
         if num_bytes <= self.least.num_bytes:
             return self.least
         return _grown(self.least, num_bytes - self.least.num_bytes)
@@ -95,6 +97,8 @@ class Prediction:
     @property
     def order(self) -> tuple[int, ...]:
         """The kernels in the compiler's order, or in that of least memory if it takes more after all."""
+        if self._is_fetching:
+            return self._overlapped
         return max(
             (self._overlapped, program_order(self._plain)),
             key=lambda order: self._occupancy.peak(order).num_bytes,
@@ -111,6 +115,12 @@ class Prediction:
     def transfer_s(self) -> float:
         """Seconds of the copies to the host and from it, one after the other."""
         return sum((k.time.seconds for k in self.lowered.kernels if _is_transfer(k)), 0.0)
+
+    @property
+    def _is_fetching(self) -> bool:
+        """Whether the compiler's scheduler moves transfers. The order of least memory has them where the step says; the
+        scheduler starts a third one later, and the step may hold less."""
+        return self.is_rescheduled and self.transfer_s > 0
 
     @cached_property
     def waited_s(self) -> float:

@@ -5,7 +5,7 @@ Each region is put in order by itself. An inner loop is one *unit* there, as is 
 
 from collections.abc import Sequence
 
-from autoshard.search.device.lowering import Kernel, Loops, Lowered
+from autoshard.search.device.lowering import TRANSFERS, Kernel, Loops, Lowered
 
 
 class Region:
@@ -59,6 +59,8 @@ class Region:
         """The kernel that a unit is; None if it is a loop."""
         return None if unit in self.loops_of else self.kernels[self.units[unit][0]]
 
-    def has_collective(self, unit: int) -> bool:
-        """Whether a unit communicates, or a loop does inside."""
-        return any(self.kernels[k].collective is not None for k in self.units[unit])
+    def occupies(self, unit: int) -> frozenset[str]:
+        """Whether a unit, or a loop inside, has `collectives` or `transfers` between the device and its host."""
+        moved = (self.kernels[k].collective for k in self.units[unit])
+        kinds = {what.kind for what in moved if what is not None}
+        return frozenset("transfers" if kind in TRANSFERS else "collectives" for kind in kinds)

@@ -18,6 +18,7 @@ present in JAX 0.11 and 0.12:
 * extended dtypes define in `_rules` how gradients are added; `jax._src.core` knows how they are stored; `to_edtype` and
   `from_edtype` convert to them and back without changing the bits;
 * `convert_element_type` makes a type weak, which promotion then adapts to others;
+* a `dot_general` of operands of several types converts them as it is lowered, by `_handle_dot_precision`;
 * primitives of `hijax` (0.12) are equations `call_hi_primitive`, which `to_lojax` expands into other primitives;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 
@@ -189,6 +190,24 @@ def as_no_steps(eqn: Any) -> Any:
         return [*carry, *(jax.lax.empty(stack.shape, stack.dtype) for stack in stacks)]
 
     return jax.make_jaxpr(passed_on)(*(v.aval for v in eqn.invars))
+
+
+def product_types(eqn: Any) -> tuple[Any, ...]:
+    """The types to which JAX converts a product's operands, as it lowers it for CPUs and GPUs; empty if it converts none."""
+    if eqn.primitive is not jax.lax.dot_general_p:
+        return ()
+    own, made = [v.aval.dtype for v in eqn.invars], eqn.outvars[0].aval.dtype
+    asked = eqn.params["precision"]
+    if isinstance(asked, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
+        wanted = lax.get_algorithm_compute_types(asked, *own, made)[:2]
+        return tuple(before if to is None else to for to, before in zip(wanted, own, strict=True))
+    are_eights = all(is_inexact(dtype) and itemsize(dtype) == 1 for dtype in own)
+    return () if own[0] == own[1] or are_eights else (made, made)
+
+
+def conversion(dtype: Any) -> tuple[Primitive, dict[str, Any]]:
+    """The primitive that converts an array to a type, and its parameters."""
+    return jax.lax.convert_element_type_p, {"new_dtype": dtype, "weak_type": False, "sharding": None}
 
 
 def literal(content: np.generic) -> Literal:

@@ -9,6 +9,8 @@ phases, `state` the state, `roles` the roles of arguments. The trace also rewrit
 * *Updates by zeros* are removed (`identities`).
 * *Paddings by zeros* around convolutions and sums over windows become the windows' own (`paddings`).
 * *Loops of no steps* are replaced by their carry, so that no later pass meets one.
+* *Operands of products* that JAX converts as it lowers them, since their types differ, are converted before. The converted
+  array takes memory, and the phases that read it share it.
 * *Products of ragged groups* are expanded into dense ones, as the compiler does.
 * *Collectives over a named axis of `vmap`* become reductions over the dimension that the axis has become.
 * *Extended dtypes* that are stored element by element (Flax's `fp8_meta32`) are replaced by their storage dtypes, and
@@ -282,6 +284,7 @@ class _Builder:
         self.constants: list[tuple[int, Any]] = []
         self.ops: list[Op] = []
         self._number: dict[Any, int] = {}
+        self._conversions: dict[tuple[int, Any], int] = {}
 
     def new_value(self, aval: Any) -> int:
         self.values.append(Value.of(_jax.stored(aval)))
@@ -336,12 +339,35 @@ class _Builder:
             key: tuple(build_graph(j, self.platform, source) for j in jaxprs)
             for key, jaxprs in _jax.body_params(name, eqn.params).items()
         }
+        operands = self._as_multiplied(eqn, operands, scope, source)
         if not (bodies or has_rule(name)) and (wrapped := _jax_kernels.as_partitioning(eqn)) is not None:
             return self.inline(wrapped, operands, scope, source)
         outputs = tuple(self.new_value(v.aval) for v in eqn.outvars)
         for params, of in _jax.one_by_one(eqn):
             self._append(eqn.primitive, params, operands[of], outputs[of], scope, source, bodies)
         return outputs
+
+    def _as_multiplied(
+        self, eqn: Any, operands: tuple[Atom, ...], scope: str, source: Any
+    ) -> tuple[Atom, ...]:
+        """The operands of a product in the types in which it multiplies them; those of other equations as they are."""
+        types = _jax.product_types(eqn)
+        if not types:
+            return operands
+        return tuple(
+            self._converted(a, dtype, scope, source) if isinstance(a, int) else a
+            for a, dtype in zip(operands, types, strict=True)
+        )
+
+    def _converted(self, v: int, dtype: Any, scope: str, source: Any) -> int:
+        """A value in a type. XLA merges equal conversions, so products share one."""
+        if self.values[v].dtype == dtype:
+            return v
+        if (v, dtype) not in self._conversions:
+            aval = _jax.abstract_value(self.values[v].shape, dtype)
+            self._conversions[v, dtype] = made = self.new_value(aval)
+            self._append(*_jax.conversion(dtype), (v,), (made,), scope, source, {})
+        return self._conversions[v, dtype]
 
     def _choice(self, alternatives: Sequence[Any], source: Any) -> int:
         """The index of this platform's branch."""

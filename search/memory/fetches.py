@@ -10,7 +10,8 @@ all updates to the end of the backward phase, with all gradients and all state o
 * Residuals are copied to the host in the order in which they are made. A forward reader of a residual depends on the copy of
   an earlier one; otherwise the compiler may hold all residuals to the end of that phase.
 * In the other phases, a fetch depends on the last reader of an earlier fetch. The first fetches depend on the beginning of
-  their phase.
+  their phase. If the reader's result is a term of a sum, the fetch depends on the sum, if that exists in time: before a
+  barrier the compiler would sum up the devices' terms of each product by themselves.
 
 Here, the earlier one is the last before the *window*, which limits the bytes in transfer or in use at a time. A wide window
 hides more transfers, and takes more memory.
@@ -21,13 +22,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase
+from autoshard.search.memory.retyped import RETYPES, is_retyped
+from autoshard.search.problem.flat_program import ADDITIONS
 
 WINDOW = 2
 """Size of the window, in multiples of the largest parcel. Source: a choice of ours: one is in use while the next arrives."""
-
-RETYPES = frozenset({"convert_element_type", "reshape", "transpose", "squeeze", "expand_dims"})
-"""Ops that convert an array to another type or shape; a dependency on an array, or on its readers, includes the other
-form."""
+SUMS = ADDITIONS | RETYPES
+"""Ops over which the compiler moves the sum of devices' terms."""
 
 
 type Arrival = tuple[int, int | None]
@@ -77,6 +78,7 @@ class _Use:
       arguments: the values that are read.
       first: the first op that reads one.
       done: values that exist when the use is over.
+      summed: the sums of which these values are terms; the values themselves if they are no terms.
       num_bytes: of the arguments, unsharded.
       ties: the ties of a use without predecessors.
     """
@@ -84,6 +86,7 @@ class _Use:
     arguments: tuple[int, ...]
     first: int
     done: tuple[int, ...]
+    summed: tuple[int, ...]
     num_bytes: int
     ties: tuple[int, ...]
 
@@ -146,9 +149,9 @@ class _Planning:
         """The fetches of the forward or the backward phase, value by value."""
         uses = sorted(self._uses_in(phase, values), key=lambda use: use.first)
         for use, before in zip(uses, _out_of_window(uses), strict=True):
-            over = (u for u in reversed(before) if self._newest(u.done) < use.first)
-            last = next(over, None)
-            yield Fetch(use.arguments, phase, use.first, last.done if last else use.ties)
+            ways = (way for u in reversed(before) for way in (u.summed, u.done))
+            over = (way for way in ways if self._newest(way) < use.first)
+            yield Fetch(use.arguments, phase, use.first, next(over, use.ties))
 
     def _uses_in(self, phase: Phase, values: Sequence[int]) -> Iterator[_Use]:
         start = self._start(phase)
@@ -156,7 +159,8 @@ class _Planning:
             if readers := self._readers(v, phase):
                 done = self.graph.ops[self._last_reader(v, phase)].outputs[:1]
                 ties = tuple(t for t in start if self.maker[t] < readers[0])
-                yield _Use((v,), readers[0], done, self.graph.values[v].num_bytes, ties)
+                summed = tuple(map(self._sum, done))
+                yield _Use((v,), readers[0], done, summed, self.graph.values[v].num_bytes, ties)
 
     def _start(self, phase: Phase) -> tuple[int, ...]:
         """The first array that a phase makes; none for the forward phase."""
@@ -171,9 +175,15 @@ class _Planning:
         found = -1
         for i in self._readers(v, phase):
             op = self.graph.ops[i]
-            is_retyped = op.name in RETYPES and op.operands == (v,)
-            found = max(found, i, self._last_reader(op.outputs[0], phase) if is_retyped else i)
+            found = max(found, i, self._last_reader(op.outputs[0], phase) if is_retyped(op, v) else i)
         return found
+
+    def _sum(self, v: int) -> int:
+        """The sum of which a value is a term, and nothing else reads the value; the value itself if there is none."""
+        readers = self.uses.get(v, ())
+        op = self.graph.ops[readers[0]] if len(readers) == 1 else None
+        is_term = op is not None and op.name in SUMS and op.phase is self.graph.ops[self.maker[v]].phase
+        return self._sum(op.outputs[0]) if op is not None and is_term else v
 
     def _newest(self, values: Iterable[int]) -> int:
         return max((self.maker[v] for v in values), default=-1)
@@ -181,7 +191,8 @@ class _Planning:
     def departures(self, residuals: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Residuals that are read in the forward phase, each with an earlier one that must be on the host by then."""
         made = [(v, self.maker[v], self.graph.values[v].num_bytes) for v in residuals]
-        uses = [_Use((v,), i, (v,), num_bytes, ()) for v, i, num_bytes in sorted(made, key=lambda m: m[1])]
+        made.sort(key=lambda m: m[1])
+        uses = [_Use((v,), i, (v,), (v,), num_bytes, ()) for v, i, num_bytes in made]
         for use, before in zip(uses, _out_of_window(uses), strict=True):
             if before and self._readers(use.arguments[0], Phase.FORWARD):
                 yield use.arguments[0], before[-1].done
@@ -207,13 +218,13 @@ class _Planning:
         first = min(self._readers(v, Phase.UPDATE)[0] for v in arguments)
         new = (self.new_state.get(v) for v in arguments)
         done = tuple(a for a in new if isinstance(a, int) and a in self.maker)
-        return _Use(arguments, first, done, sum(self.graph.values[v].num_bytes for v in arguments), ())
+        return _Use(arguments, first, done, done, sum(self.graph.values[v].num_bytes for v in arguments), ())
 
     def _source(self, v: int) -> int:
         """The array that was converted to this value, or the value itself."""
         op = self.graph.ops[self.maker[v]]
-        is_retyped = op.name in RETYPES and len(op.operands) == 1 and op.operands[0] in self.maker
-        return self._source(op.operands[0]) if is_retyped else v
+        is_made_of_one = op.name in RETYPES and len(op.operands) == 1 and op.operands[0] in self.maker
+        return self._source(op.operands[0]) if is_made_of_one else v
 
     def _pause(
         self, gradient: int, arrivals: Sequence[Arrival], before: Sequence[_Use]

@@ -25,6 +25,7 @@ import jax
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, verify
 from autoshard.search.memory.fetches import Fetch, fetches
 from autoshard.search.memory.host_rows import bounded, by_rows, filled, is_filled
+from autoshard.search.memory.retyped import retyped_by_phase
 from autoshard.search.memory.written import Written
 
 SCOPE = "offload"
@@ -108,11 +109,12 @@ def offloaded(step: Step, hosted: frozenset[int], residuals: frozenset[int] = fr
     """
     if not hosted and not residuals:
         return Offloaded(step, tuple(range(len(step.graph.ops))))
-    rewriting = _Rewriting(step, hosted, residuals)
+    retyped = retyped_by_phase(step.graph, [step.graph.inputs[i] for i in sorted(hosted)])
+    rewriting = _Rewriting(replace(step, graph=retyped.graph), hosted, residuals - retyped.made_again)
     graph = rewriting.run()
     verify(graph)
-    origin = (rewriting.origin.get(i, -1) for i in range(len(graph.ops)))
-    return Offloaded(replace(step, graph=graph), tuple(origin))
+    there = (rewriting.origin.get(i, -1) for i in range(len(graph.ops)))
+    return Offloaded(replace(step, graph=graph), tuple(-1 if n < 0 else retyped.origin[n] for n in there))
 
 
 class _Rewriting:

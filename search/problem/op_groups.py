@@ -29,7 +29,7 @@ from math import prod
 
 from autoshard.search.ir.factors import Kind
 from autoshard.search.ir.graph import Phase, Value
-from autoshard.search.problem.flat_program import ADDITIONS
+from autoshard.search.problem.flat_program import ADDITIONS, BARRIER
 from autoshard.search.problem.folding import Dependency, FoldedProgram
 
 MOVED = ADDITIONS | {
@@ -112,10 +112,11 @@ def _phases_meet(folded: FoldedProgram, u: int, v: int) -> bool:
 
 
 def _sum_classes(folded: FoldedProgram) -> set[int]:
-    """Additive classes fed by contractions alone, that a sum of several operands is among or downstream of."""
+    """Additive classes fed by contractions alone, that a sum of several operands is among or downstream of. The compiler
+    sums up terms before a barrier that others read behind it (XLA:GPU, measured), so no barrier is among them."""
     carriers: set[int] = set()
     sources = {k for k, heavy in enumerate(folded.is_heavy) if heavy}
-    additive = [k for k in range(len(folded.members)) if folded.op(k).rule.is_additive and folded.is_light[k]]
+    additive = [k for k in range(len(folded.members)) if _passes_terms_on(folded, k)]
     changed = True
     while changed:
         fed = {
@@ -142,6 +143,11 @@ def _sum_classes(folded: FoldedProgram) -> set[int]:
         kept |= feeding
         grew = bool(feeding)
     return kept
+
+
+def _passes_terms_on(folded: FoldedProgram, op_class: int) -> bool:
+    op = folded.op(op_class)
+    return op.rule.is_additive and folded.is_light[op_class] and op.name != BARRIER
 
 
 def _accumulation_classes(folded: FoldedProgram) -> set[int]:

@@ -171,28 +171,33 @@ class StrategyGraph:
 
     @cached_property
     def narrowed(self) -> dict[Maker, Value]:
-        """By maker of a value that may be moved in a narrower type: the value in that type. The value has no copies,
-        and its own group converts it from that type, or all its readers convert it to that type in their groups. The
-        compiler does this too (XLA, `collective_quantizer.cc`). Where another group converts the value, the type on its
-        way is decided there."""
+        """By maker of a value that may be moved in a narrower type: the value in that type. Either an op converts it from
+        that type, or all its readers convert it to that type in their groups, and it has no copies. The compiler does this
+        too (XLA, `collective_quantizer.cc`). Where another group converts the value to that type, the type on its way is
+        decided there."""
         found, copied = dict[Maker, Value](), {copy.maker for copy in self.copies}
         for maker, readers in self._readers.items():
-            others = (self._converted_from(maker), self._converted_to(readers), self._value(maker))
+            to = None if maker in copied else self._converted_to(readers)
+            others = (self.widened.get(maker), to, self._value(maker))
             narrowest = min((one for one in others if one), key=lambda one: one.itemsize)
-            if maker not in copied and narrowest.itemsize < self._value(maker).itemsize:
+            if narrowest.itemsize < self._value(maker).itemsize:
                 found[maker] = narrowest
+        return found
+
+    @cached_property
+    def widened(self) -> dict[Maker, Value]:
+        """By maker of a value that is converted from a narrower type: the value in that type."""
+        found = dict[Maker, Value]()
+        values, classes = self.folded.program.values, range(len(self.folded.members))
+        conversions = ((k, self.folded.op(k)) for k in classes if self.folded.op(k).name == CONVERSION)
+        for k, op in ((k, op) for k, op in conversions if op.operands):
+            before, after = values[op.operands[0]], values[op.results[0]]
+            if before.itemsize < after.itemsize:
+                found[k, 0] = before
         return found
 
     def _value(self, maker: Maker) -> Value:
         return self.folded.program.values[self.folded.op(maker[0]).results[maker[1]]]
-
-    def _converted_from(self, maker: Maker) -> Value | None:
-        """The operand of a conversion, if the conversion's own group makes it."""
-        sources = self.folded.dependencies_into.get(maker[0], ())
-        if self.folded.op(maker[0]).name != CONVERSION or not sources:
-            return None
-        producer, result = sources[0].producer, sources[0].result
-        return self._value((producer, result)) if self.node_of[producer] == self.node_of[maker[0]] else None
 
     def _converted_to(self, readers: set[int]) -> Value | None:
         """The result of the conversion that all readers of a value are, if they convert it to one type and their own

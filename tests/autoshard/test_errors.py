@@ -113,9 +113,13 @@ def test_a_cap_that_nothing_fits():
         ),
         (
             ("weights",),
-            r"has no weights that can .* some of \('optimizer_state', 'frozen_weights', 'parameters', .*\) or the path",
+            r"has no argument 'weights'.* some of \('optimizer_state', 'frozen_weights', 'parameters', .*\) or the path",
         ),
         (("optimizer_state",), "has no optimizer_state that can rest on the host, of 64 KiB or more"),
+        (
+            ("frozen",),
+            r"has no argument 'frozen' \(did you mean 'frozen_weights'\?\) that can rest on the host",
+        ),
     ],
 )
 def test_what_cannot_be_on_the_host(offload, message):
@@ -175,7 +179,7 @@ def test_meshes_that_cannot_be(mesh, message):
         ({"['layers'][*]": "P()"}, r"matches no argument; .* or several as print\(plan\) shows them"),
         (
             {"w": "P() on host"},
-            r"has no w that can rest on the host",
+            r"has no argument 'w' that can rest on the host",
         ),
         ({"ww": jax.P()}, r"pin 'ww' matches no argument \(did you mean w\?\)\. Name one argument"),
         ({"": jax.P()}, r"pin '' matches no argument; they are named like w"),

@@ -323,7 +323,7 @@ def test_a_batch_of_another_size_has_its_own_pipeline(mlp):
         ({"stages": 2, "mesh": (8,)}, "wanted the mesh of a stage as its number of replicas and"),
         ({"stages": 2, "mesh": (2, 4)}, "take 16 devices"),
         ({"stages": 2, "offload": ("residuals",)}, "residuals wait on the host in one program only"),
-        ({"stages": 2, "offload": ("moments",)}, "has no moments that can rest on the host"),
+        ({"stages": 2, "offload": ("moments",)}, "has no argument 'moments' that can rest on the host"),
     ],
 )
 def test_what_cannot_be_asked_for_is_said(options, said):

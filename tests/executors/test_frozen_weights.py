@@ -1,12 +1,14 @@
 """Frozen weights in the host's memory, or split over all devices, change no number."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autoshard.executors.jit import build
-from autoshard.search.ir.graph import Role
+from autoshard.search.ir.graph import Phase, Role
 from autoshard.search.ir.trace import trace_call
 from autoshard.search.memory import offload
 from tests.executors import plans
@@ -40,12 +42,19 @@ def run(fn, state, others):
 
 
 @pytest.mark.parametrize(
-    ("is_inside", "is_scanned"), [(False, False), (True, False), (False, True), (True, True)]
+    ("is_inside", "is_scanned", "base_dtype"),
+    [
+        (False, False, None),
+        (True, False, None),
+        (False, True, None),
+        (True, True, None),
+        (False, False, jnp.float32),
+    ],
 )
-def test_on_the_host_they_equal_one_devices(is_inside, is_scanned, monkeypatch):
+def test_on_the_host_they_equal_one_devices(is_inside, is_scanned, base_dtype, monkeypatch):
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
     with jax.enable_x64(True):
-        step, state, base, x = lora_chain(2, 16, 8, jnp.float64, is_scanned=is_scanned)
+        step, state, base, x = lora_chain(2, 16, 8, jnp.float64, is_scanned=is_scanned, base_dtype=base_dtype)
         shapes = ({"trained": state, "base": base}, x) if is_inside else (state, base, x)
         step = with_weights_inside(step) if is_inside else step
         traced = trace_call("cpu", step, shapes, {})
@@ -62,3 +71,26 @@ def test_on_the_host_they_equal_one_devices(is_inside, is_scanned, monkeypatch):
 
 def _split(args):
     return args[0], args[1:]
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_split_weights_of_a_narrower_type_equal_one_devices(is_fresh):
+    """Each phase gathers them in their own type and converts them, or both share the converted ones."""
+    with jax.enable_x64(True):
+        step, *shapes = lora_chain(2, 128, 64, jnp.float64, base_dtype=jnp.float32)
+        traced = trace_call("cpu", step, tuple(shapes), {})
+        split = {a.name: jax.P("data") for a in traced.arguments if a.role in (Role.FROZEN, Role.BATCH)}
+        sharding = plans.with_copies(traced, split, is_fresh=False)
+        backward = {
+            place: replace(reshard, phase=Phase.BACKWARD.value)
+            for place, reshard in sharding.reshards.items()
+            if any(step.is_narrowed for step in reshard.path)
+            and traced.graph.ops[place[1][0]].phase is Phase.BACKWARD
+        }
+        assert backward
+        if is_fresh:
+            sharding = replace(sharding, reshards={**sharding.reshards, **backward})
+        program = build(traced, sharding, jax.devices())
+        start, *others = drawn_arrays(tuple(shapes))
+        placed = jax.device_put((start, *others), program.shardings)
+        assert_equal(run(program.fn, *_split(placed)), run(jax.jit(step), start, others))

@@ -60,8 +60,7 @@ def test_frozen_weights_come_for_each_phase_and_never_go_back(is_scanned):
     assert proof.compiled.host_bytes == proof.predicted.host_bytes == STATE_BYTES
     num_copies = 2 * NUM_LAYERS - (not is_scanned)
     assert copied(proof) == {FROM_HOST: (num_copies, num_copies * STATE_BYTES // NUM_LAYERS)}
-    if is_scanned:
-        assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
+    assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ def lora_chain(
     dtype: Any = jnp.float32,
     rank: int = 4,
     is_scanned: bool = False,
+    base_dtype: Any = None,
 ) -> tuple[Callable[..., Any], Any, Any, Any]:
     """A training step, and the shapes of its state, its frozen weights and its batch; layers are unrolled, or a loop over
-    stacks."""
+    stacks. `base_dtype` is the type of the frozen weights, if they have another one."""
     update = optax.adamw(1e-3)
 
     def layer(y, weights):
@@ -39,14 +40,15 @@ def lora_chain(
         changes, moments = update.update(gradients, moments, adapters)
         return (optax.apply_updates(adapters, changes), moments), value
 
-    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    def shape(*sizes: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
+    frozen = base_dtype or dtype
     base, adapters = (
-        [shape(width, width)] * num_layers,
+        [shape(width, width, dtype=frozen)] * num_layers,
         [(shape(width, rank), shape(rank, width))] * num_layers,
     )
     if is_scanned:
-        base = shape(num_layers, width, width)
+        base = shape(num_layers, width, width, dtype=frozen)
         adapters = shape(num_layers, width, rank), shape(num_layers, rank, width)
     return step, (adapters, jax.eval_shape(update.init, adapters)), base, shape(rows, width)

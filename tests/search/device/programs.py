@@ -66,7 +66,7 @@ _NESTS = st.lists(
 )
 """A kernel is None, a loop the list of what is in it."""
 _BYTES = st.integers(0, 20).map(float)
-_KINDS = st.sampled_from((None, None, "all-reduce", "all-gather"))
+_KINDS = st.sampled_from((None, None, "all-reduce", "all-gather", "from host"))
 
 
 @st.composite

@@ -3,6 +3,7 @@
 Kernels take a second each where nothing else is said, so that what the scheduler takes a launch for is nothing.
 """
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from autoshard.search.device.kernel_order import program_order
 from autoshard.search.device.kernel_times import KernelTime
 from autoshard.search.device.latency_hiding import latency_hiding
-from autoshard.search.device.lowering import Lowered
+from autoshard.search.device.lowering import TRANSFERS, Loops, Lowered
 from autoshard.search.device.timeline import peak, seconds
 from tests.search.device.programs import assert_all_run_once, buffer, collective, kernel, programs
 
@@ -70,6 +71,30 @@ def test_but_not_if_the_end_of_another_wants_its_place():
     order = latency_hiding(lowered)
     assert beside(order, 4) == [2]
     assert order.index(~3) + 1 == order.index(4)
+
+
+def test_a_copy_from_the_host_is_under_way_beside_collectives_and_beside_one_other_copy():
+    # all are needed at the end, and each takes longer than the kernels: three copies would start before these
+    copies = [collective(i, [], [i], kind="from host", time_s=9.0) for i in range(3)]
+    gathered = collective(3, [], [3], time_s=9.0)
+    kernels = [kernel(4 + i, [4 + i - 1] if i else [], [4 + i]) for i in range(3)]
+    lowered = plain(*copies, gathered, *kernels, kernel(7, [0, 1, 2, 3, 6], [7]))
+    order = latency_hiding(lowered)
+    under_way = [k for k in range(4) if order.index(k) < order.index(4)]
+    assert 3 in under_way
+    assert most_under_way(lowered, order, "from host") == 2
+    assert most_under_way(lowered, order, "all-gather") == 1
+
+
+def most_under_way(lowered: Lowered, order, *kinds: str) -> int:
+    """Of these kinds of communication, as many as an order has under way at a time inside of one loop."""
+    most, now = 0, Counter[Loops]()
+    for k in order:
+        moved = lowered.kernels[k if k >= 0 else ~k]
+        if moved.collective is not None and moved.collective.kind in kinds:
+            now[moved.loops] += 1 if k >= 0 else -1
+            most = max(most, now[moved.loops])
+    return most
 
 
 def test_what_a_longer_chain_of_collectives_leads_to_is_put_off_further():
@@ -170,5 +195,7 @@ def test_loops_stay_whole_and_one_collective_is_under_way_at_a_time(lowered, bud
     for loop in {loop for inside in loops for loop in inside}:
         at = [n for n, inside in enumerate(loops) if loop in inside]
         assert at == list(range(at[0], at[-1] + 1))
-    borders = [k for k in order if k < 0 or lowered.kernels[k].collective is not None]
+    moved = [(k, lowered.kernels[k if k >= 0 else ~k].collective) for k in order]
+    borders = [k for k, what in moved if what is not None and what.kind not in TRANSFERS]
     assert all(end == ~start for start, end in list(pairwise(borders))[::2])
+    assert most_under_way(lowered, order, *TRANSFERS) <= 2

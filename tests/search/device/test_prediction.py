@@ -13,7 +13,7 @@ from autoshard.search.device.combiner import combined
 from autoshard.search.device.kernel_order import memory_saving, program_order
 from autoshard.search.device.kernel_sizes import sized
 from autoshard.search.device.latency_hiding import latency_hiding
-from autoshard.search.device.lowering import Lowered, lower
+from autoshard.search.device.lowering import TRANSFERS, Lowered, lower
 from autoshard.search.device.prediction import MARGIN, SMALL_PART, Prediction, in_least_order
 from autoshard.search.device.siblings import merged
 from autoshard.search.device.timeline import peak
@@ -97,8 +97,10 @@ def test_the_peak_is_that_of_the_schedulers_order_and_its_margin_ends_at_the_cap
         hiding = min(with_margin(plain, order), max(needed, limit_bytes))
         assert found.least.num_bytes == pytest.approx(least)
         assert found.needed_bytes == pytest.approx(needed)
-        assert found.peak.num_bytes == pytest.approx(max(least, hiding))
-        assert found.peak.position == found.least.position
+        moves_transfers = any(k.collective and k.collective.kind in TRANSFERS for k in lowered.kernels)
+        expected = hiding if moves_transfers else max(least, hiding)
+        assert found.peak.num_bytes == pytest.approx(expected)
+        assert expected < least or found.peak.position == found.least.position
         assert sum(num_bytes for _, num_bytes in found.peak.residents) == pytest.approx(
             found.peak.num_bytes, abs=1e-9
         )

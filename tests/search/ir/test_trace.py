@@ -1,5 +1,6 @@
 """What tracing reads off a step: its ops with calls inlined, phases, roles, state pairs, names and source lines."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -219,6 +220,57 @@ def test_a_ragged_product_is_spelt_out_in_dense_ones():
     assert "ragged_dot_general" not in primitives(traced)
     assert phases_of(traced, "dot_general") == [Phase.BACKWARD]  # of all groups at once
     assert all(map(has_rule, primitives(traced)))
+
+
+F32_OF_BF16 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "asked", "made"),
+    [
+        (jnp.float32, jnp.bfloat16, None, None),
+        (jnp.bfloat16, jnp.float32, None, None),
+        (jnp.float16, jnp.bfloat16, None, None),
+        (jnp.int8, jnp.bfloat16, None, None),
+        (jnp.bfloat16, jnp.bfloat16, None, jnp.float32),
+        (jnp.float8_e4m3fn, jnp.float8_e5m2, None, jnp.float32),
+        (jnp.float32, jnp.float32, F32_OF_BF16, jnp.float32),
+        (jnp.float32, jnp.bfloat16, F32_OF_BF16, jnp.float32),
+    ],
+)
+def test_a_product_multiplies_arrays_of_the_types_to_which_jax_lowers_it(left, right, asked, made):
+    def step(x, w):
+        return jax.lax.dot(x, w, precision=asked, preferred_element_type=made)
+
+    args = jax.ShapeDtypeStruct(X.shape, left), jax.ShapeDtypeStruct(W.shape, right)
+    lowered = jax.jit(step).lower(*args).as_text()
+    multiplied = re.search(r"dot_general.* : \(tensor<24x16x(\w+)>, tensor<16x32x(\w+)>\)", lowered)
+    graph = trace(step, *args).graph
+    (product,) = (op for op in graph.ops if op.name == "dot_general")
+    assert multiplied
+    assert [_in_mlir(graph.value(a).dtype) for a in product.inputs] == list(multiplied.groups())
+    changed = [_in_mlir(a.dtype) != to for a, to in zip(args, multiplied.groups(), strict=True)]
+    assert len(graph.ops) == 1 + sum(changed)
+
+
+def _in_mlir(dtype):
+    names = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+    return names.get(
+        str(dtype), str(dtype).replace("float8_e4m3fn", "f8E4M3FN").replace("float8_e5m2", "f8E5M2")
+    )
+
+
+def test_a_weight_of_another_type_is_converted_once_for_both_phases():
+    def step(a, w, x):
+        return a - jax.grad(lambda a: jnp.sum(jnp.tanh((x * a) @ w)))(a)
+
+    w = jax.ShapeDtypeStruct(W.shape, jnp.bfloat16)
+    graph = trace(step, jax.ShapeDtypeStruct((16,), jnp.float32), w, X).graph
+    (made,) = (op.outputs[0] for op in graph.ops if op.name == "convert_element_type")
+    products = [op for op in graph.ops if op.name == "dot_general"]
+    assert [op.phase for op in products] == [Phase.FORWARD, Phase.BACKWARD]
+    assert all(made in op.inputs for op in products)
+    assert [op.where for op in graph.ops if op.outputs == (made,)] == [products[0].where]
 
 
 @pytest.mark.parametrize(

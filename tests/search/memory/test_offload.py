@@ -76,6 +76,63 @@ def test_frozen_weights_come_for_each_phase_and_never_go(is_handed_back):
     assert products[0] < fetches[WINDOW + 1]  # layer by layer
 
 
+@pytest.mark.parametrize("convert", [lambda w: w, lambda w: w.astype(jnp.float32).T.T])
+def test_each_phase_converts_the_weights_that_it_fetches(convert):
+    """Else the converted weights, which are larger, are on the device from the forward phase to the backward phase."""
+
+    def step(a, base, x):
+        def loss(a):
+            y = x * a
+            for w in base:
+                y = jnp.tanh(y @ convert(w))
+            return jnp.sum(y**2)
+
+        return a - 0.1 * jax.grad(loss)(a)
+
+    base = [jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)] * 3
+    a, x = jax.ShapeDtypeStruct((256,), jnp.float32), jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    traced = trace(step, a, base, x)
+    found = offloaded(traced, of_roles(traced, Role.FROZEN))
+    graph = found.step.graph
+    fetched = [op.phase for _, op in transfers(graph, to_host=False)]
+    assert fetched == [Phase.FORWARD] * 3 + [Phase.BACKWARD] * 3
+    made = {v: op for op in graph.ops for v in op.outputs}
+    weights = {v for v in made if graph.values[v].shape == (256, 256)}
+    held = [v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands if v in weights]
+    assert held
+    assert all(made[v].phase is Phase.BACKWARD or graph.values[v].is_on_host for v in held)
+    for i, op in enumerate(graph.ops):
+        for (n,) in found.before([(i,)]):
+            assert traced.graph.ops[n].primitive is op.primitive
+    converted = {op.outputs[0] for op in traced.graph.ops if op.name == "convert_element_type"}
+    waiting = offloaded(traced, of_roles(traced, Role.FROZEN), frozenset(converted)).step.graph
+    assert not list(transfers(waiting, to_host=True))
+
+
+def test_narrower_copies_of_a_weight_stay_on_the_device():
+    """They take half of the memory that another fetch would move."""
+
+    def step(a, w, x):
+        return a - 0.1 * jax.grad(lambda a: jnp.sum(jnp.tanh((x * a) @ w.astype(jnp.bfloat16))))(a)
+
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    a, x = jax.ShapeDtypeStruct((256,), jnp.bfloat16), jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
+    traced = trace(step, a, w, x)
+    graph = offloaded(traced, of_roles(traced, Role.FROZEN)).step.graph
+    assert [op.phase for _, op in transfers(graph, to_host=False)] == [Phase.FORWARD]
+
+
+def test_a_fetch_waits_for_sums_of_products_and_not_for_their_terms():
+    """The compiler would sum up the devices' terms of each product by themselves before the barrier."""
+    step = trace(*LORA)
+    graph = offloaded(step, of_roles(step, Role.FROZEN)).step.graph
+    made = {v: op for op in graph.ops for v in op.outputs}
+    barriers = [op for op in graph.ops if op.name == "optimization_barrier"]
+    waited = [made[v].name for op in barriers for v in op.operands if not graph.values[v].is_on_host]
+    assert len(waited) > NUM_LAYERS
+    assert "dot_general" not in waited
+
+
 def test_a_stack_of_frozen_weights_comes_slice_by_slice():
     step = trace(*lora_chain(NUM_LAYERS, WIDTH, 1024, is_scanned=True))
     rewritten = offloaded(step, of_roles(step, Role.FROZEN))

@@ -166,6 +166,7 @@ def test_what_is_only_passed_on_to_a_sum_belongs_to_it():
         lambda x, a, b: (x @ a) * (x @ b),
         lambda x, a, b: jnp.sin(x @ a) + x @ b,
         lambda x, a, b: x @ a + jnp.ones((16, 8)),
+        lambda x, a, b: lax.optimization_barrier((x @ a, b))[0] + x @ b,
     ],
 )
 def test_no_sum_is_what_is_not_a_sum_of_several_partial_terms(step):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -459,6 +460,34 @@ def test_of_what_is_converted_beside_other_ops_of_a_group_the_narrower_type_is_k
     graph = connected(step, array(64, 64), array(64, 64))
     assert {name(graph, op_class) for op_class, _ in graph.narrowed} == narrowed
     assert {str(value.dtype) for value in graph.narrowed.values()} <= {"bfloat16"}
+
+
+def test_a_number_that_is_converted_moves_nowhere():
+    def step(x):
+        return jnp.sin(x) * jax.jit(lambda number: number.astype(jnp.float32))(np.float16(2))
+
+    graph = connected(step, array(64, 64))
+    assert "convert_element_type" in {name(graph, k) for k in range(len(graph.folded.members))}
+    assert not graph.narrowed
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_weight_that_is_widened_by_itself_moves_in_its_own_type(is_trained):
+    """For several phases, too."""
+
+    def step(w, x):
+        def loss(w):
+            return jnp.sum(jnp.sin(x @ w.astype(jnp.float32)) @ w.astype(jnp.float32))
+
+        return w - jax.grad(loss)(w) if is_trained else loss(w)
+
+    graph = connected(step, array(64, 64, dtype=jnp.bfloat16), array(64, 64))
+    moved = {
+        name(graph, op_class): str(value.dtype)
+        for (op_class, _), value in graph.narrowed.items()
+        if graph.folded.op(op_class).phase is Phase.FORWARD
+    }
+    assert moved == {"convert_element_type": "bfloat16"}
 
 
 def test_what_a_loop_has_added_up_is_joined():
