@@ -82,12 +82,11 @@ class Scores:
         shown = self._evaluated(self.mask.predicate, None, positions, operands)
         return shown if self.mask.case else jnp.logical_not(shown)
 
-    def sampled(self, num_samples: int, length: int) -> np.ndarray | None:
-        """Where the mask hides a score, at evenly spaced rows and columns; None if that is not known beforehand."""
+    def sampled(self, at: np.ndarray) -> np.ndarray | None:
+        """Where the mask hides a score, at these rows and columns; None if that is not known beforehand."""
         if not self.sees_positions_only:
             return None
         assert self.mask is not None, "there is a mask"
-        at = np.linspace(0, length - 1, num_samples).astype(int)
         positions, known = {QUERY: at[:, None], KEY: at[None, :]}, dict[int, Any]()
         for n in sorted(self._behind(self.mask.predicate)):
             one = self.nodes[n]
@@ -100,7 +99,7 @@ class Scores:
                 known[n] = _IN_NUMPY[one.primitive.name](*read)
             else:
                 return None
-        shown = np.broadcast_to(known[self.mask.predicate].astype(bool), (num_samples, num_samples))
+        shown = np.broadcast_to(known[self.mask.predicate].astype(bool), (len(at), len(at)))
         return shown if self.mask.case else ~shown
 
     def _evaluated(
