@@ -42,9 +42,10 @@ SUM_PASSES: Mapping[str, int] = MappingProxyType({FORWARD: 6, BACKWARD: 5})
 """Times that the sums of a block of queries are written or read outside of pairs: the stack's zeros and the block's, the
 block's result read and put into the stack (read and written by some), and the stack read for the result."""
 
-WRITTEN_PASSES: Mapping[str, int] = MappingProxyType({FORWARD: 4, BACKWARD: 7})
-"""Times that attention as it is written reads or writes a score between its products: of a softmax, the maximum, the sum,
-and the exponentials; of its gradient, a transposed copy, the sum, and the gradient of scores. Only for an estimate."""
+WRITTEN_PASSES: Mapping[str, tuple[int, int]] = MappingProxyType({FORWARD: (2, 2), BACKWARD: (2, 5)})
+"""Times that attention as it is written reads or writes a score between its products, in the operands' dtype and in the
+softmax's: of a softmax, the maximum, the sum, and the exponentials; of its gradient, a transposed copy, the sum, and the
+gradient of scores. Only for an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +94,20 @@ class BlockLoops:
         row_s, pair_s = self._row_s(device), self._pair_s(cluster)
         return self.num_rows * row_s + self.num_pairs * pair_s + self.num_seen * seen_s
 
-    def written_s(self, device: Device, peak_flops_per_s: float) -> float:
+    def written_s(self, device: Device, peak_flops_per_s: float, softmax_itemsize: int) -> float:
         """An estimate of the time of the attention as it is written, with all scores in memory, if there is no ring.
 
         Args:
           device: the device that runs it.
           peak_flops_per_s: peak of matrix products in the operands' dtype.
+          softmax_itemsize: bytes of an element of the softmax.
         """
         length = self.num_rows * self.rows
         whole = replace(self, rows=length, columns=length, sum_itemsize=self.itemsize)
         products = whole._forward() if self.name == FORWARD else islice(whole._backward(), 1, None)
-        scores_s = float(kernel_s(device, WRITTEN_PASSES[self.name] * whole.num_scores * self.itemsize))
+        narrow, wide = WRITTEN_PASSES[self.name]
+        score_bytes = narrow * self.itemsize + wide * softmax_itemsize
+        scores_s = float(kernel_s(device, score_bytes * whole.num_scores))
         return scores_s + sum(
             float(product_s(device, product, num_bytes, peak_flops_per_s)) for product, num_bytes in products
         )

@@ -14,7 +14,7 @@ from autoshard.search.driver import apply, find
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.options import Options
-from tests.attentions import by_jax, by_softmax, layer_shapes, layer_step
+from tests.attentions import by_softmax, layer_shapes, layer_step
 
 CAP, SMALL = 70 * 2**30, 2 * 2**30
 """In the smaller cap, the scores of 32,768 positions and a head for two devices do not fit."""
@@ -50,9 +50,8 @@ def test_few_heads_go_round_a_ring():
     assert gradient_specs(plan) == "P(None, 'data')"
 
 
-@pytest.mark.parametrize("form", [by_softmax(), by_jax(is_causal=True)], ids=["softmax", "JAX"])
-def test_many_heads_are_moved_as_by_ulysses(form):
-    plan = plan_for(heads=16, length=16384, channels=64, form=form)
+def test_many_heads_are_moved_as_by_ulysses():
+    plan = plan_for(heads=16, length=16384, channels=64)
     assert moved(plan) == {"all-to-all"}
 
 

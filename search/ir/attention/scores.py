@@ -20,6 +20,8 @@ import numpy as np
 from autoshard.search.ir._jax import bind
 from autoshard.search.ir.attention.layout import KEY, QUERY, Label
 
+CONVERSION = "convert_element_type"
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -64,6 +66,15 @@ class Scores:
         kinds = {self.nodes[n].leaf[0] for n in self._behind(self.mask.predicate) if self.nodes[n].leaf}
         return kinds <= {"position", "number"}
 
+    @cached_property
+    def widest_itemsize(self) -> int:
+        """Bytes of an element of the widest number that a raw score is converted to."""
+        converted = [
+            dict(n.params)["new_dtype"] for n in self.nodes if n.primitive and n.primitive.name == CONVERSION
+        ]
+        kinds = (np.dtype(dtype) for dtype in (self.dtype, *converted))
+        return max(kind.itemsize for kind in kinds if jnp.issubdtype(kind, jnp.floating))
+
     def _behind(self, node: int) -> set[int]:
         found, left = {node}, [node]
         while left:
@@ -92,7 +103,7 @@ class Scores:
             one = self.nodes[n]
             if one.leaf:
                 known[n] = positions[one.leaf[1]] if one.leaf[0] == "position" else np.asarray(one.leaf[1])
-            elif one.primitive.name == "convert_element_type":
+            elif one.primitive.name == CONVERSION:
                 known[n] = known[one.operands[0]].astype(dict(one.params)["new_dtype"])
             elif one.primitive.name in _IN_NUMPY:
                 read = np.broadcast_arrays(*(known[o] for o in one.operands))
