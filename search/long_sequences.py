@@ -151,8 +151,8 @@ def holds_too_much(step: Step, in_blocks: Step, num_devices: int, limit_bytes: i
 def seem_faster(in_blocks: Step, cluster: Cluster) -> bool:
     """True if attention is estimated to take less time in blocks, with heads and examples split over all devices."""
     found, num_parts = _attentions(in_blocks), cluster.num_devices
-    least_s = sum(one.blocks_s(cluster, num_parts)[0] for one in found)
-    return least_s < sum(one.written_s(cluster.device, num_parts) for one in found)
+    blocks_s = sum(one.blocks_s(cluster, num_parts)[1] for one in found)
+    return blocks_s < sum(one.written_s(cluster.device, num_parts) for one in found)
 
 
 def least_in_blocks_s(found: Found, uncapped_bounds_s: Bounds, in_blocks: Step, is_pinned: bool) -> Bounds:
