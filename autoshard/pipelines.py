@@ -24,7 +24,7 @@ from autoshard.processes import ALONE, Processes
 from autoshard.progress import Progress
 from autoshard.search.ir.graph import Step
 from autoshard.search.mesh_problem import MeshProblem
-from autoshard.search.options import DEFAULT_TIME_LIMIT_S
+from autoshard.search.options import DEFAULT_TIME_LIMIT_S, LATEST
 from autoshard.search.pipeline import planning as pipelines
 from autoshard.search.pipeline import spmd_planning
 from autoshard.search.pipeline.bounds import PipelineBounds
@@ -40,7 +40,6 @@ from autoshard.search.pipeline.step_work import StepWork
 from autoshard.search.plan.executors import JIT, MPMD, SPMD
 from autoshard.search.plan.plan import Plan
 from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock, WorkClock
-from autoshard.time_share import LATEST
 from autoshard.user_warning import warn
 
 AnyPipeline = Pipeline | SpmdPipeline

@@ -7,19 +7,12 @@ all of them end within a quarter more than the time of one, however often the co
 
 from dataclasses import replace
 
+from autoshard.search.options import LATEST, LEAST_SHARE
 from autoshard.search.options import Options as SearchOptions
 
 MAX_ROUNDS = 6
 """Largest number of searches for one cap. Source: derived in `tests/autoshard/test_limits.py`. If all plans are compiled to
 36% of the cap more than predicted (`PEAK_BAND`), the fifth fits at the latest. One is left to go half way back."""
-
-LATEST = 1.25
-"""Times the time limit: a search, for one program or for pipelines, is not begun later. Source: the promise that a search
-ends within a quarter of its limit."""
-
-LEAST_SHARE = 0.05
-"""Smallest share of a search's nominal seconds that a later search for the same cap gets. Source: derived; `MAX_ROUNDS`
-searches, of which the first takes all of its time, end at `LATEST`."""
 
 
 class TimeShare:

@@ -8,7 +8,7 @@ solves and checks the step in the way of a search, with the plan's decisions as 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,16 +17,23 @@ import jax
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh
-from autoshard.search.found import Found
+from autoshard.search.found import Found, NotFasterError, Rival
 from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES
-from autoshard.search.long_sequences import BLOCKWISE, holds_too_much, may_want_blocks, without_ring
+from autoshard.search.long_sequences import (
+    BLOCKWISE,
+    holds_too_much,
+    least_as_written_s,
+    least_in_blocks_s,
+    seem_faster,
+    without_ring,
+)
 from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.memory.microbatches import microbatched
-from autoshard.search.mesh_problem import Known, MeshProblem, StepProblem, TooLargeError
-from autoshard.search.options import DEFAULT_TIME_LIMIT_S, Options, Progress
+from autoshard.search.mesh_problem import RELATIVE_GAP, Known, MeshProblem, StepProblem, TooLargeError
+from autoshard.search.options import DEFAULT_TIME_LIMIT_S, LATEST, Options, Progress
 from autoshard.search.plan.decisions import EDITED, apart, hosted, node_names
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.estimates import estimate
@@ -36,17 +43,18 @@ from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.reconciliation import ContradictionError, Reconciled, reconciled
 from autoshard.search.plan.retention import CoarseError, RetentionCodec
 from autoshard.search.plan.shardings import step_sharding
+from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.equivalence import folded_like
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
 from autoshard.search.problem.shortening import Shortened, shortened
 from autoshard.search.solver.branch_and_bound import NoFitError
-from autoshard.search.solver.clock import WorkClock
+from autoshard.search.solver.clock import Deadline, WorkClock
 from autoshard.search.solver.pbqp import Labels
 from autoshard.search.step_search import StepSearch
 from autoshard.search.stopwatch import Stopwatch
-from autoshard.search.trials import Trials
+from autoshard.search.trials import Bounds, Trials
 from autoshard.search.warm_starts import for_whole_step, passed_between_layers
 
 UNUSED_SHARE = 0.1
@@ -70,6 +78,7 @@ class SearchResult:
       chosen: a strategy for each node.
       bound_s: the lower bound behind the plan's gap, in seconds; -inf if nothing is proven.
       short: the shortened step, if one was searched.
+      uncapped_bounds_s: by mesh, a lower bound on all plans without a cap.
       anew: names of decisions of a loaded plan that contradicted its edits, and were decided anew or dropped.
     """
 
@@ -79,6 +88,7 @@ class SearchResult:
     chosen: Labels
     bound_s: float = -math.inf
     short: Shortened | None = None
+    uncapped_bounds_s: Bounds = field(default_factory=dict[tuple[int, ...], float])
     anew: tuple[str, ...] = ()
 
     def bounded(self, bound_s: float) -> "SearchResult":
@@ -96,6 +106,11 @@ class SearchResult:
     def waited(self, part: str, seconds: float) -> "SearchResult":
         """The result with the seconds of one more part of the user's wait."""
         return replace(self, plan=replace(self.plan, search_s={**self.plan.search_s, part: seconds}))
+
+    @property
+    def found(self) -> Found:
+        """The plan as a solution of the search."""
+        return Found(self.problem, self.on_mesh, self.chosen, self.plan.memory_bytes)
 
     @property
     def step(self) -> Step:
@@ -165,8 +180,10 @@ class SearchResult:
 def find(
     step: Step, cluster: Cluster, options: Options, progress: Progress = lambda line: None
 ) -> SearchResult:
-    """Searches for the fastest plan that fits: of the step as it is, and where long sequences may want it, of the step with
-    its attention in blocks.
+    """Searches for the fastest plan that fits, of the step as it is written and of the step with its attention in blocks.
+
+    The form that seems faster is searched first. The other one has to beat its plan, on meshes whose bounds allow that,
+    in the time that is left.
 
     Args:
       step: the traced step.
@@ -181,20 +198,59 @@ def find(
     in_blocks = blockwise(step)
     if in_blocks is None:
         return find_as_written(step, cluster, options, progress)
-    spelled_out, refused = None, list[InfeasibleError]()
-    try:
-        if not holds_too_much(step, in_blocks, cluster.num_devices, options.memory_bytes):
-            spelled_out = find_as_written(step, cluster, options, progress)
-            costed, plan = spelled_out.on_mesh.memory.costed, spelled_out.plan
-            if not may_want_blocks(costed, spelled_out.chosen, plan.estimates.collectives, in_blocks):
-                return spelled_out
-    except InfeasibleError as e:
-        refused.append(e)
-    progress("attention in blocks")
+    deadline = Deadline.after(LATEST * options.limit_s, options.new_clock())
+    options = replace(options, clock=deadline.clock)
+
+    watch = Stopwatch(step.trace_s)
     if said := without_ring(in_blocks, cluster.num_devices):
         progress(said)
-    other = partial(find_as_written, in_blocks, cluster, options, progress)
-    return _faster(spelled_out, refused, other)
+
+    def searched(form: Step, own: Options = options, rival: Rival | None = None) -> SearchResult:
+        if form is in_blocks:
+            progress("attention in blocks")
+        return _find_form(form, cluster, own, progress, watch, rival)
+
+    if holds_too_much(step, in_blocks, cluster.num_devices, options.memory_bytes):
+        return searched(in_blocks)
+    forms = (in_blocks, step) if seem_faster(in_blocks, cluster) else (step, in_blocks)
+    first, refused, rival = None, list[InfeasibleError](), None
+    try:
+        first = searched(forms[0])
+        rival = _rival(first, step, in_blocks, cluster, options)
+        if not rival.shapes:
+            return first
+    except InfeasibleError as e:
+        refused.append(e)
+    left = options.until(deadline) if first else options
+    return _faster(first, refused, lambda: searched(forms[1], left, rival))
+
+
+def _rival(first: SearchResult, step: Step, in_blocks: Step, cluster: Cluster, options: Options) -> Rival:
+    """The best plan of one form of a step, and the meshes on which the other form may be faster.
+
+    Args:
+      first: the best plan of one form.
+      step: the step as it is written.
+      in_blocks: the step with its attention in blocks.
+      cluster: where it will run.
+      options: the cap, and all decisions that the user makes.
+    """
+    best, bounds_s, is_pinned = first.found, first.uncapped_bounds_s, bool(options.pins)
+    if first.plan.attention == BLOCKWISE:
+        written = _on_mesh_of(best, step, cluster, options)
+        least_s = least_as_written_s(best, bounds_s, in_blocks, written, is_pinned)
+    else:
+        least_s = least_in_blocks_s(best, bounds_s, in_blocks, is_pinned)
+    enough_s = (1 - RELATIVE_GAP) * best.cost_s
+    return Rival(best, tuple(shape for shape, bound_s in least_s.items() if bound_s < enough_s))
+
+
+def _on_mesh_of(best: Found, step: Step, cluster: Cluster, options: Options) -> CostedGraph:
+    """Another form of a plan's step on its mesh, with the costs of its kernels."""
+    short = shortened(step, _equivalence_keys(step, _options_json(options)))
+    few, on_mesh = short.step if short else step, best.on_mesh
+    problem = StepProblem.of(few, _marks(few, options.pins or {}), cluster.device, clock=on_mesh.clock)
+    return problem.on(cluster, on_mesh.shape, on_mesh.memory.costed.resharder).memory.costed
 
 
 def find_as_written(
@@ -205,12 +261,28 @@ def find_as_written(
     Raises:
       InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
     """
-    watch = Stopwatch(step.trace_s)
+    return _find_form(step, cluster, options, progress, Stopwatch(step.trace_s))
+
+
+def _find_form(
+    step: Step,
+    cluster: Cluster,
+    options: Options,
+    progress: Progress,
+    watch: Stopwatch,
+    rival: Rival | None = None,
+) -> SearchResult:
+    """The fastest plan that fits of one form of a step, which has to beat a rival, if there is one.
+
+    Raises:
+      InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
+      NotFasterError: no plan is faster than the rival.
+    """
     short = shortened(step, _equivalence_keys(step, _options_json(options)))
     watch.lap("graph")
     few, refused = None, list[InfeasibleError]()
     try:
-        few = _by_few_layers(step, short, cluster, options, progress, watch) if short else None
+        few = _by_few_layers(step, short, cluster, options, progress, watch, rival) if short else None
     except InfeasibleError as e:
         if e.smallest_bytes > MAX_SHORT_PEAK * options.memory_bytes:
             raise
@@ -219,7 +291,7 @@ def find_as_written(
         return few
     if short:
         progress("all layers")
-    return _faster(few, refused, partial(_found, step, None, cluster, options, progress, watch))
+    return _faster(few, refused, partial(_found, step, None, cluster, options, progress, watch, rival))
 
 
 def _faster(
@@ -229,26 +301,36 @@ def _faster(
 
     Raises:
       InfeasibleError: neither search found a plan. The error is the one with the smallest peak.
+      NotFasterError: the first search found no plan, the second none that is faster than its rival.
     """
     try:
         second = search()
-    except InfeasibleError as e:
+    except (InfeasibleError, NotFasterError) as e:
         if first:
             return first
+        if isinstance(e, NotFasterError):
+            raise
         raise min((*refused, e), key=lambda one: one.smallest_bytes) from None
     return min(filter(None, (first, second)), key=lambda one: one.plan.estimates.step_s)
 
 
 def _by_few_layers(
-    step: Step, short: Shortened, cluster: Cluster, options: Options, progress: Progress, watch: Stopwatch
+    step: Step,
+    short: Shortened,
+    cluster: Cluster,
+    options: Options,
+    progress: Progress,
+    watch: Stopwatch,
+    rival: Rival | None,
 ) -> SearchResult | None:
     """The best plan of the shortened step; None if its strategies or its recomputation do not suit the whole step.
 
     Raises:
       InfeasibleError: nothing fits, unless the step recomputes across layers.
+      NotFasterError: no plan is faster than the rival.
     """
     with suppress(NoFitError, PlanError):
-        found = _found(step, short, cluster, options, progress, watch)
+        found = _found(step, short, cluster, options, progress, watch, rival)
         if found.problem.offloaded_sites:  # when a layer's residuals are copied depends on its neighbours
             progress("the same on all layers")
             return _on_all_layers(found, step, cluster, options, watch)
@@ -265,15 +347,23 @@ def _found(
     options: Options,
     progress: Progress,
     watch: Stopwatch,
+    rival: Rival | None,
 ) -> SearchResult:
-    """The fastest plan that fits, of a step or of the shortened step that represents it."""
+    """The fastest plan that fits, of a step or of the shortened step that represents it.
+
+    Raises:
+      InfeasibleError: nothing fits.
+      NotFasterError: no plan is faster than the rival.
+    """
     searched = short.step if short else step
     marks = _marks(searched, options.pins or {})
-    search = StepSearch(Trials(searched, marks, cluster, options, progress, options.new_clock(), watch))
+    trials = Trials(searched, marks, cluster, options, progress, options.new_clock(), watch, rival)
+    search = StepSearch(trials)
     best = search.run()
     found = _finished(step, best, cluster, options, search.shapes, watch, short)
     bounds_s = search.bounds_s
     tried = search.trials.tried.candidates(best, bounds_s)
+    found = replace(found, uncapped_bounds_s=search.uncapped_bounds_s)
     return replace(found, plan=replace(found.plan, candidates=tried)).bounded(min(bounds_s.values()))
 
 
@@ -296,6 +386,7 @@ def _on_all_layers(
     watch.lap("solve")
     best = Found(problem, on_mesh, solution.labels, limit_bytes, device)
     found = _finished(step, best, cluster, options, few.plan.meshes, watch, None)
+    found = replace(found, uncapped_bounds_s=few.uncapped_bounds_s)
     found = replace(found, plan=replace(found.plan, candidates=few.plan.candidates))
     return found.bounded(min(few.bound_s, solution.bound_s))
 

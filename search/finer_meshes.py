@@ -96,7 +96,9 @@ class FinerMeshes:
         if fastest is None:
             return []
         one_axis = (trials.cluster.num_devices,)
-        is_unknown = self._is_open and baseline.floors_s[one_axis] > ONE_AXIS_COSTS * fastest.cost_s
+        is_unknown = (
+            self._is_open and baseline.floors_s.get(one_axis, math.inf) > ONE_AXIS_COSTS * fastest.cost_s
+        )
         if before is None and not is_unknown and trials.options.remat != "never":
             return [*uncapped]  # plans that fit recompute, and are tried there in `finish`
         coarser, found = (fastest, *baseline.uncapped, *baseline.found), [*uncapped]

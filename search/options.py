@@ -1,7 +1,7 @@
 """The options of a search, and the meshes that it tries."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 from types import MappingProxyType
@@ -12,11 +12,19 @@ from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.meshes import mesh_shapes
 from autoshard.search.ir.graph import Role
 from autoshard.search.ir.spec import AXIS_NAMES
-from autoshard.search.solver.clock import PROCESSOR, SearchClock, WorkClock
+from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock, WorkClock
 
 DEFAULT_TIME_LIMIT_S = 15.0
 """Nominal seconds (`search.solver.clock`) for all meshes together. The part that is not proven by then is the plan's
 gap."""
+
+LEAST_SHARE = 0.05
+"""Smallest share of a search's time that a later search for the same step gets. Source: derived for the searches of
+`autoshard.time_share`, which all end at `LATEST`."""
+
+LATEST = 1.25
+"""Times the time limit: a search, in another form or for pipelines, is not begun later. Source: the promise that a search
+ends within a quarter of its limit."""
 
 OFFLOADED = MappingProxyType(
     {
@@ -83,6 +91,16 @@ class Options:
     def limit_s(self) -> float:
         """Seconds for the solver, by the clock that `new_clock` makes."""
         return self.nominal_s if self.time_limit_s is None else self.time_limit_s
+
+    def until(self, deadline: Deadline) -> "Options":
+        """The options of another search for the same step, with the seconds that are left, on the deadline's clock.
+
+        Such a search has `LEAST_SHARE` of the limit in any case.
+        """
+        left_s = max(deadline.left_s, LEAST_SHARE * self.limit_s)
+        if self.time_limit_s is None:
+            return replace(self, nominal_s=left_s, clock=deadline.clock)
+        return replace(self, time_limit_s=left_s, clock=deadline.clock)
 
     def new_clock(self) -> SearchClock:
         """The clock of a search."""

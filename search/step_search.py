@@ -25,7 +25,7 @@ from autoshard.cost_model.units import format_mesh
 from autoshard.search import infeasible
 from autoshard.search.attempts import LEAST_ATTEMPT_S, Attempts
 from autoshard.search.finer_meshes import FinerMeshes
-from autoshard.search.found import Found
+from autoshard.search.found import Found, NotFasterError
 from autoshard.search.host_arguments import HostArguments
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.memory.microbatches import batch_divisors, microbatched
@@ -110,6 +110,7 @@ class StepSearch:
         Raises:
           InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
           InputError: the step cannot be split into the number of microbatches that the user names.
+          NotFasterError: no plan is faster than the rival.
         """
         step_problem = self._variant(Variant(1))
         on_meshes = self.trials.on_all_meshes(step_problem)
@@ -129,12 +130,22 @@ class StepSearch:
             self.trials.takes(smallest)
             self.watch.lap("solve")
             return smallest
+        if self.trials.rival and self.best is self.trials.rival.found:
+            raise NotFasterError
         if self.best.step_problem is not first.step_problem:
             self._on_other_meshes(self.best, first.step_problem)
         best, finer = self.finer.finish(self.best, first.step_problem, self.floors_s)
         own = [best.on_mesh.shape] if best.on_mesh.shape in self.trials.proven_s(best.step_problem) else []
         self.shapes = tuple(dict.fromkeys((*self.shapes, *finer, *own)))
         return best
+
+    @property
+    def uncapped_bounds_s(self) -> Bounds:
+        """By mesh, a lower bound on all plans, without a cap and less what recomputation may gain in loops."""
+        gain_s = max(self.trials.gains_s.values(), default=0.0)
+        return {
+            shape: bound_s - gain_s for shape, bound_s in {**self.floors_s, **self.finer.floors_s}.items()
+        }
 
     @property
     def bounds_s(self) -> Bounds:

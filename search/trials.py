@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.units import format_mesh
-from autoshard.search.found import Found
+from autoshard.search.found import Found, Rival
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.mesh_problem import (
     NO_CAP,
@@ -88,6 +88,7 @@ class Trials:
       pins: the specs in which arguments must rest.
       progress: called with a line for each trial.
       watch: the time of each part of the search.
+      rival: a plan of the step in another form, which is the best plan in the beginning.
       best: the best plan so far.
       nearest: among solutions that do not fit, the one whose kernels need the least memory.
       shapes: the meshes to try.
@@ -107,13 +108,15 @@ class Trials:
         progress: Progress,
         clock: SearchClock,
         watch: Stopwatch | None = None,
+        rival: Rival | None = None,
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress, self.pins = options, progress, options.pins or {}
         self.clock, self.watch = clock, watch or Stopwatch(step.trace_s)
         self.began_s, self.deadline = clock.now_s, Deadline.after(options.limit_s, clock)
-        self.shapes = candidate_shapes(cluster, options)
-        self.best: Found | None = None
+        self.rival = rival
+        self.shapes = rival.shapes if rival else candidate_shapes(cluster, options)
+        self.best: Found | None = rival.found if rival else None
         self.nearest: Found | None = None
         self._resharders: dict[tuple[int, ...], Resharder] = {}
         self.gains_s = WeakKeyDictionary[StepProblem, float]()

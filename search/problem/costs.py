@@ -22,7 +22,7 @@ from autoshard.search.ir.factors.rule import Dims, Rule
 from autoshard.search.ir.graph import Phase
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.halos import Exchange, exchanges
-from autoshard.search.problem.kernels import FusedKernel, Kernels, moved_alone, runs_alone
+from autoshard.search.problem.kernels import CopyKernel, FusedKernel, Kernels, moved_alone, runs_alone
 from autoshard.search.problem.reshard import Handling, Resharder
 from autoshard.search.problem.rings import ATTENTIONS, Attention, Messages, attention
 from autoshard.search.problem.strategies import (
@@ -269,8 +269,8 @@ class CostedGraph:
 
     def _attention_seconds(self, op_class: int) -> np.ndarray:
         """[strategies]: seconds of one run of a blockwise attention."""
-        flops_per_s = self.product_flops_per_s(self.graph.folded.op(op_class))
-        return np.array([one.compute_s(flops_per_s) for one in self.attentions(op_class)])
+        peak_flops_per_s = self.product_flops_per_s(self.graph.folded.op(op_class))
+        return np.array([one.compute_s(peak_flops_per_s) for one in self.attentions(op_class)])
 
     def attentions(self, op_class: int) -> tuple[Attention, ...]:
         """Per strategy, a blockwise attention."""
@@ -344,9 +344,8 @@ class CostedGraph:
         """[strategies]: seconds in one step of the copies for an op, or of filling with zeros."""
         if self.device.name == "CPU":
             return 0.0
-        node, copied = self.graph.node_of[op_class], self.kernels.copied.get(op_class, ())
-        moved = ((c.count, self._bytes(node, ((c.endpoint, c.times),))) for c in copied)
-        seconds = sum(count * np.asarray(kernel_s(self.device, num_bytes)) for count, num_bytes in moved)
+        copied = self.kernels.copied.get(op_class, ())
+        seconds = sum(copy.count * np.asarray(self.copy_seconds(copy)) for copy in copied)
         halos = self.exchanges(op_class)
         if not halos or self.graph.folded.op(op_class).name not in PRODUCTS:  # others join halos on the fly
             return seconds
@@ -367,6 +366,11 @@ class CostedGraph:
                 num_bytes = (1 + growth) * share * values[operands[operand]].num_bytes
                 found[strategy] += float(kernel_s(self.device, num_bytes))
         return found
+
+    def copy_seconds(self, copy: CopyKernel) -> Seconds:
+        """[strategies]: seconds of one run of a kernel that only moves an array."""
+        node = self.graph.node_of[copy.endpoint[0]]
+        return kernel_s(self.device, self._bytes(node, ((copy.endpoint, copy.times),)))
 
     def _bytes(self, node: int, moved: Sequence[tuple[Endpoint, float]]) -> np.ndarray:
         """[strategies]: bytes that one device moves."""

@@ -1,8 +1,7 @@
 """Time and messages of blockwise attention, whose sequence may be split over a ring of devices.
 
-A device computes its rows' scores against all keys, block by block: as many as are not skipped, for the device that has most
-(`work_shares`). XLA writes each block of scores to memory and reads it again, so that an attention takes its products'
-arithmetic and this traffic.
+A device looks at its rows' scores against all keys, block by block, and computes those that the mask does not hide, as many
+as the device has that has most (`search.problem.attention_blocks`).
 
 In each of the ring's steps but the last, keys and values are sent on while the blocks of the step are computed. Gradients of
 keys and values are sent on too, and once more in the end, to be at home. A message that takes longer than a step's blocks
@@ -17,37 +16,28 @@ log-sum-exp is collected and dealt out again: the backward op sends none of the 
 operands' type before they change places.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import numpy as np
 
 from autoshard.cost_model.collectives import MeshModel
-from autoshard.cost_model.compute import kernel_s, pass_s_per_byte
+from autoshard.cost_model.compute import kernel_s
 from autoshard.search.ir.attention.blocks import block_size
-from autoshard.search.ir.attention.layout import KEY, QUERY, Dims, Layout
+from autoshard.search.ir.attention.layout import CHANNEL, KEY, QUERY, VALUE_CHANNEL, Dims, Layout
 from autoshard.search.ir.attention.op import BACKWARD, FORWARD
-from autoshard.search.ir.attention.ring import ring_over, work_shares
+from autoshard.search.ir.attention.ring import Ring, ring_over, seen_share
 from autoshard.search.ir.attention.scores import Scores
-from autoshard.search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
 from autoshard.search.ir.graph import Value
+from autoshard.search.problem.attention_blocks import BlockLoops
 from autoshard.search.problem.flat_program import FlatOp
 
 ATTENTIONS = frozenset({FORWARD, BACKWARD})
 
-PRODUCTS = {FORWARD: {"d": 1, "e": 1}, BACKWARD: {"d": 3, "e": 2}}
-"""Matrix products by the channels that they sum over, or make: scores and output; scores again, and the gradients of
-probabilities, values, queries and keys."""
-
 DISTRIBUTED = (0, 1, 2, 4)
 """Operands of the backward op that need no exchange. Source: XLA:GPU, programs of `tests/gpu/test_long_sequences.py`."""
-
-SCORE_PASSES = {FORWARD: (3, 2), BACKWARD: (5, 6)}
-"""Times that a score is written or read: in the dtype of sums, and in the operands'. Forward: written by the product, read
-for the maximum and for the exponential; probabilities are written and read. Backward: scores and the gradient of
-probabilities, written and read; then probabilities and the gradient of scores, which two products read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,34 +111,38 @@ class Attention:
     @property
     def sum_itemsize(self) -> int:
         """Bytes of an element of a sum."""
-        return max(4, self.itemsize)
+        return sum_itemsize(self.itemsize)
+
+    @property
+    def ring(self) -> Ring:
+        """The devices that split the sequence."""
+        return ring_over(self.scores, (), self.num_devices, self.sizes[QUERY])
 
     @property
     def is_zigzag(self) -> bool:
-        return ring_over(self.scores, (), self.num_devices, self.sizes[QUERY]).is_zigzag
+        return self.ring.is_zigzag
 
     @property
-    def num_scores(self) -> float:
-        """Scores that the busiest device computes."""
-        shares = work_shares(self.scores, self.num_devices, self.sizes[QUERY])
-        heads = prod(n for a, n in self.local.items() if a[0] in "bg")
-        return heads * self.sizes[QUERY] * self.sizes[KEY] * shares[self.is_zigzag]
+    def _heads(self) -> tuple[int, int]:
+        """On one device, the heads of keys of all examples, and the query heads that share one of them."""
+        local = self.local
+        batch, group = (prod(ceil(n) for a, n in local.items() if a[0] == kind) for kind in "bg")
+        return batch, group
 
-    def compute_s(self, flops_per_s: float) -> float:
-        """Seconds of a device's blocks.
+    @property
+    def loops(self) -> BlockLoops:
+        """The loops over a device's blocks."""
+        return block_loops(self.op.name, self.scores, self.sizes, self._heads, self.ring, self.itemsize)
+
+    def compute_s(self, peak_flops_per_s: float) -> float:
+        """Seconds of a device's blocks, and of the copies of operands and results from and to their blocks.
 
         Args:
-          flops_per_s: the rate of matrix products.
+          peak_flops_per_s: peak of matrix products.
         """
-        device, channels = self.mesh.cluster.device, self.sizes
-        per_score = PRODUCTS[self.op.name]
-        summed = sum(num * channels[label] for label, num in per_score.items())
-        flops = self.num_scores * FLOPS_PER_PRODUCT_SUM * summed
-        sums, others = SCORE_PASSES[self.op.name]
-        score_bytes = sums * self.sum_itemsize + others * self.itemsize
-        arrays = sum(self._local_bytes(v, dims) for v, dims in self._arrays())
-        memory_s = pass_s_per_byte(device) * (self.num_scores * score_bytes)
-        return flops / (flops_per_s * device.matmul_efficiency) + memory_s + float(kernel_s(device, arrays))
+        cluster = self.mesh.cluster
+        copied = sum(2 * self._local_bytes(v, dims) for v, dims in self._arrays())
+        return self.loops.seconds(cluster, peak_flops_per_s) + float(kernel_s(cluster.device, copied))
 
     def _arrays(self) -> Iterator[tuple[int, Dims]]:
         """The operands and results that have the sequence, with their dimensions."""
@@ -219,15 +213,50 @@ class Attention:
     @property
     def workspace_bytes(self) -> float:
         """Bytes that a device holds besides operands and results: one block of scores, sums, and what travels."""
-        heads = prod(n for a, n in self.local.items() if a[0] in "bg")
-        rows = int(self.local[QUERY]) // (2 if self.is_zigzag else 1)
-        block = block_size(int(heads), rows)
-        scores = heads * block * block * (2 * self.sum_itemsize + self.itemsize)
+        scores = self.loops.num_scores * (2 * self.sum_itemsize + self.itemsize)
         query, key, value = (self._local_bytes(v, dims) for v, dims in [*self._arrays()][:3])
         grown = self.sum_itemsize / self.itemsize
         added = query * grown if self.op.name == FORWARD else (query + 2 * (key + value)) * grown
         moving = (2 if self.num_devices > 1 else 1) * (key + value)
         return scores + added + moving
+
+
+def sum_itemsize(itemsize: int) -> int:
+    """Bytes of an element of a sum of such elements."""
+    return max(4, itemsize)
+
+
+def block_loops(
+    name: str, scores: Scores, sizes: Mapping[str, int], heads: tuple[int, int], ring: Ring, itemsize: int
+) -> BlockLoops:
+    """The loops over blocks on one device.
+
+    Args:
+      name: `FORWARD` or `BACKWARD`.
+      scores: the softmax's argument.
+      sizes: by label, the whole extents.
+      heads: on one device, the heads of keys of all examples, and the query heads that share one of them.
+      ring: the devices that split the sequence.
+      itemsize: bytes of an element of queries.
+    """
+    length = sizes[QUERY]
+    block = block_size(prod(heads), length // ring.size // (2 if ring.is_zigzag else 1))
+    num_rows, num_columns = length // ring.size // block, length // block
+    return BlockLoops(
+        name=name,
+        batch=heads[0],
+        group=heads[1],
+        rows=block,
+        columns=block,
+        channels=sizes[CHANNEL],
+        value_channels=sizes[VALUE_CHANNEL],
+        itemsize=itemsize,
+        sum_itemsize=sum_itemsize(itemsize),
+        num_rows=num_rows * ring.size,
+        num_pairs=num_rows * num_columns,
+        num_seen=seen_share(scores, ring, length, block) * num_columns**2,
+        is_masked=scores.mask is not None,
+    )
 
 
 def attention(

@@ -95,12 +95,39 @@ def work_shares(scores: Scores, num_devices: int, length: int) -> tuple[float, f
     num_pieces = 2 * num_devices
     num = num_samples(num_pieces)
     seen = np.full((num_pieces, num_pieces), 1.0 / num_pieces**2)
-    if length >= num_pieces and (hidden := scores.sampled(num_pieces * num, length)) is not None:
+    at = np.linspace(0, length - 1, num_pieces * num).astype(int)
+    if length >= num_pieces and (hidden := scores.sampled(at)) is not None:
         seen *= 1.0 - hidden.reshape(num_pieces, num, num_pieces, num).mean((1, 3))
     of_piece = seen.sum(1)
     in_order = of_piece.reshape(num_devices, 2).sum(1)
     in_zigzag = of_piece[:num_devices] + of_piece[::-1][:num_devices]
     return float(in_order.max()), float(in_zigzag.max())
+
+
+@lru_cache(maxsize=256)
+def seen_share(scores: Scores, ring: Ring, length: int, block: int) -> float:
+    """The share of all pairs of blocks that a ring's busiest device computes: those of which the mask does not hide all.
+
+    A mask is sampled at the corners of some blocks of each piece of the sequence.
+
+    Args:
+      scores: the softmax's argument.
+      ring: the devices that split the sequence.
+      length: of the sequence.
+      block: positions in a block. A device's pieces have whole blocks.
+    """
+    num_pieces = ring.size * (2 if ring.is_zigzag else 1)
+    of_piece = length // num_pieces // block
+    num = min(of_piece, num_samples(num_pieces))
+    places = np.linspace(0, of_piece - 1, num).astype(int)
+    first = block * (of_piece * np.arange(num_pieces)[:, None] + places).reshape(-1, 1)
+    hidden = scores.sampled((first + np.array([0, block - 1])).ravel())
+    if hidden is None:
+        return 1.0 / ring.size
+    seen = ~hidden.reshape(num_pieces * num, 2, num_pieces * num, 2).all((1, 3))
+    of_pieces = seen.mean(1).reshape(num_pieces, num).mean(1) / num_pieces
+    own = of_pieces[: ring.size] + of_pieces[::-1][: ring.size] if ring.is_zigzag else of_pieces
+    return float(own.max())
 
 
 def ring_over(scores: Scores, axes: Sequence[str], num_devices: int, length: int) -> Ring:

@@ -20,6 +20,8 @@ import numpy as np
 from autoshard.search.ir._jax import bind
 from autoshard.search.ir.attention.layout import KEY, QUERY, Label
 
+CONVERSION = "convert_element_type"
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -64,6 +66,15 @@ class Scores:
         kinds = {self.nodes[n].leaf[0] for n in self._behind(self.mask.predicate) if self.nodes[n].leaf}
         return kinds <= {"position", "number"}
 
+    @cached_property
+    def widest_itemsize(self) -> int:
+        """Bytes of an element of the widest number that a raw score is converted to."""
+        converted = [
+            dict(n.params)["new_dtype"] for n in self.nodes if n.primitive and n.primitive.name == CONVERSION
+        ]
+        kinds = (np.dtype(dtype) for dtype in (self.dtype, *converted))
+        return max(kind.itemsize for kind in kinds if jnp.issubdtype(kind, jnp.floating))
+
     def _behind(self, node: int) -> set[int]:
         found, left = {node}, [node]
         while left:
@@ -82,25 +93,24 @@ class Scores:
         shown = self._evaluated(self.mask.predicate, None, positions, operands)
         return shown if self.mask.case else jnp.logical_not(shown)
 
-    def sampled(self, num_samples: int, length: int) -> np.ndarray | None:
-        """Where the mask hides a score, at evenly spaced rows and columns; None if that is not known beforehand."""
+    def sampled(self, at: np.ndarray) -> np.ndarray | None:
+        """Where the mask hides a score, at these rows and columns; None if that is not known beforehand."""
         if not self.sees_positions_only:
             return None
         assert self.mask is not None, "there is a mask"
-        at = np.linspace(0, length - 1, num_samples).astype(int)
         positions, known = {QUERY: at[:, None], KEY: at[None, :]}, dict[int, Any]()
         for n in sorted(self._behind(self.mask.predicate)):
             one = self.nodes[n]
             if one.leaf:
                 known[n] = positions[one.leaf[1]] if one.leaf[0] == "position" else np.asarray(one.leaf[1])
-            elif one.primitive.name == "convert_element_type":
+            elif one.primitive.name == CONVERSION:
                 known[n] = known[one.operands[0]].astype(dict(one.params)["new_dtype"])
             elif one.primitive.name in _IN_NUMPY:
                 read = np.broadcast_arrays(*(known[o] for o in one.operands))
                 known[n] = _IN_NUMPY[one.primitive.name](*read)
             else:
                 return None
-        shown = np.broadcast_to(known[self.mask.predicate].astype(bool), (num_samples, num_samples))
+        shown = np.broadcast_to(known[self.mask.predicate].astype(bool), (len(at), len(at)))
         return shown if self.mask.case else ~shown
 
     def _evaluated(
