@@ -16,6 +16,7 @@ are the exception: to recompute may be faster than to stack residuals, and the b
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, islice
@@ -28,9 +29,10 @@ from autoshard.search.finer_meshes import FinerMeshes
 from autoshard.search.found import Found
 from autoshard.search.host_arguments import HostArguments
 from autoshard.search.memory.batch_states import NotSplittableError
+from autoshard.search.memory.host_updates import host_updates, updatable
 from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.memory.residuals import has_loops
-from autoshard.search.mesh_problem import RELATIVE_GAP, ROUNDING, Known, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import RELATIVE_GAP, ROUNDING, UNKNOWN, Known, MeshProblem, StepProblem
 from autoshard.search.microbatch_counts import MicrobatchCounts, least_s
 from autoshard.search.options import OFFLOADED, RESIDUALS
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
@@ -42,8 +44,10 @@ from autoshard.search.recomputation import (
     in_order,
     without_cap,
 )
+from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.trials import Baseline, Bounds, Trials
+from autoshard.search.warm_starts import for_rewritten_step
 
 FIRST_SHARE = 0.2
 """Share of the time for the baseline and all steps that recompute. The fastest mesh may take it under the cap before
@@ -138,6 +142,7 @@ class StepSearch:
             self.trials.takes(smallest)
             self.watch.lap("solve")
             return smallest
+        self._updated_there(self.best)
         if self.best.step_problem is not first.step_problem:
             self._on_other_meshes(self.best, first.step_problem)
         best, finer = self.finer.finish(self.best, first.step_problem, self.floors_s)
@@ -396,6 +401,23 @@ class StepSearch:
             else self.trials.hosted & self.host_arguments.of_kinds(list(OFFLOADED)[:1])
         )
         return None if self.best else least
+
+    def _updated_there(self, best: Found) -> None:
+        """Looks for a better plan in which the host updates the state that rests in its memory."""
+        before = best.step_problem
+        if not before.hosted or not self.cluster.host_update_bytes_per_s:
+            return
+        updates = host_updates(before.traced, before.hosted)
+        if not updates or self.host_arguments.least_update_s(before.traced, updates) >= best.device.waited_s:
+            return
+        self.progress("updated on the host")
+        updated = updatable(before.traced, before.hosted)
+        step_problem = self.trials.updating_there(before, updated)
+        on_mesh = self.trials.put_on(step_problem, best.on_mesh.shape)
+        known = UNKNOWN
+        with suppress(NoFitError):
+            known = Known(for_rewritten_step(best.on_mesh, best.labels, on_mesh))
+        self.trials.improve(step_problem, on_mesh, self.options.limit_s / 4, known=known)
 
     def _cannot_improve_on_host(self, hosted: frozenset[int], held_bytes: float) -> bool:
         """True if offloading cannot pay: even with these arguments on the host the step must recompute, and both

@@ -266,8 +266,25 @@ class Trials:
             offloaded_sites,
             known=baseline.traced_program,
             clock=self.clock,
+            updated=baseline.updated,
         )
         self._rewritten[key] = step_problem
+        self.watch.lap("graph")
+        return step_problem
+
+    def updating_there(self, before: StepProblem, updated: frozenset[int]) -> StepProblem:
+        """A prepared step whose host updates these arguments, which rest in its memory."""
+        step_problem = StepProblem.of(
+            before.traced,
+            self.marks,
+            self.cluster.device,
+            before.sites,
+            before.hosted,
+            before.offloaded_sites,
+            known=before.traced_program,
+            clock=self.clock,
+            updated=updated,
+        )
         self.watch.lap("graph")
         return step_problem
 

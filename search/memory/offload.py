@@ -25,6 +25,7 @@ import jax
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, verify
 from autoshard.search.memory.fetches import Fetch, fetches
 from autoshard.search.memory.host_rows import bounded, by_rows, filled, is_filled
+from autoshard.search.memory.host_updates import host_updates, with_host_updates
 from autoshard.search.memory.written import Written
 
 SCOPE = "offload"
@@ -95,23 +96,31 @@ def may_wait(graph: Graph, v: int) -> bool:
     return graph.values[v].num_bytes >= MIN_BYTES
 
 
-def offloaded(step: Step, hosted: frozenset[int], residuals: frozenset[int] = frozenset()) -> Offloaded:
+def offloaded(
+    step: Step,
+    hosted: frozenset[int],
+    residuals: frozenset[int] = frozenset(),
+    updated: frozenset[int] = frozenset(),
+) -> Offloaded:
     """The step with some arguments and some residuals in the host's memory.
 
     Args:
       step: a step.
       hosted: numbers of arguments, of those that `may_rest_on_host` lists.
       residuals: values of the forward phase to offload until the backward phase; small ones stay on the device.
+      updated: the hosted arguments that the host updates (`search.memory.host_updates`).
 
     Returns:
       The given step if neither is named.
     """
     if not hosted and not residuals:
         return Offloaded(step, tuple(range(len(step.graph.ops))))
-    rewriting = _Rewriting(step, hosted, residuals)
+    updates = [u for u in host_updates(step, hosted) if {step.graph.inputs[i] for i in updated} & {*u.state}]
+    together, before = with_host_updates(step, updates)
+    rewriting = _Rewriting(together, hosted, residuals)
     graph = rewriting.run()
     verify(graph)
-    origin = (rewriting.origin.get(i, -1) for i in range(len(graph.ops)))
+    origin = (before[at] if (at := rewriting.origin.get(i, -1)) >= 0 else -1 for i in range(len(graph.ops)))
     return Offloaded(replace(step, graph=graph), tuple(origin))
 
 
@@ -126,11 +135,13 @@ class _Rewriting:
         waiting = [v for v in sorted(residuals) if may_wait(self.graph, v)]
         self.by_rows = by_rows(self.graph, on_host, new_state)
         whole = [v for v in on_host if (v, Phase.UPDATE) not in self.by_rows]
+        updated = {v for op in self.graph.ops if op.is_host_update for v in op.operands}
+        served = self.by_rows | {(v, Phase.UPDATE) for v in on_host if v in updated}
         self.stored = {a for v in whole if isinstance(a := new_state.get(v), int)} | set(waiting)
         self.new_state = frozenset(a for a in new_state.values() if isinstance(a, int))
         frozen = {v for v in on_host if v not in new_state}
         self.sliced = _sliced(self.graph, frozen)
-        self.plan = fetches(self.graph, on_host, waiting, new_state, self.sliced, self.by_rows)
+        self.plan = fetches(self.graph, on_host, waiting, new_state, self.sliced, served)
         self.pauses = {**self.plan.departures, **self.plan.pauses}
         values = list(self.graph.values)
         for v in on_host:
@@ -170,10 +181,24 @@ class _Rewriting:
         )
         self.origin[len(self.written.ops)] = n
         op = op if inputs == op.inputs else replace(op, inputs=inputs)
+        if op.is_host_update:
+            self._update_there(op)
+            return
         self.written.ops.append(_fetching_slices(op, slices) if slices else op)
         for v in op.outputs:
             if v in self.stored:
                 self.on_host[v] = self._copied(v, to_host, op)
+
+    def _update_there(self, op: Op) -> None:
+        """Writes an update by the host. Results that do not rest in its memory are fetched."""
+        made = tuple(v if v in self.stored else self.written.new(self.written.values[v]) for v in op.outputs)
+        self.written.ops.append(replace(op, outputs=made))
+        for v, there in zip(op.outputs, made, strict=True):
+            if v in self.stored:
+                self.on_host[v] = v
+            else:
+                self.written.values[v] = replace(self.written.values[v], is_on_host=False)
+                self.written.write(to_device, [there], op, v)
 
     def _serve(self, n: int) -> None:
         """Writes an op that looks up or replaces rows of an array in the host's memory."""
@@ -303,6 +328,7 @@ def _ranks(
         made = [newest[maker[v]] for v in op.operands if v in maker] if op.phase is Phase.UPDATE else [i]
         newest.append(max(made, default=-1))
     ranks = [(a, 1) if a == i else (a, 2) if a >= 0 else (i, 1) for i, a in enumerate(newest)]
+    ranks = [(len(ranks), 1) if op.is_host_update else r for op, r in zip(graph.ops, ranks, strict=True)]
     ranks += [(node.first, 0) for node in nodes if isinstance(node, Fetch)]
     for n, node in enumerate(nodes):
         if isinstance(node, Fetch) and needs[n]:

@@ -117,7 +117,8 @@ class FoldedProgram:
     def _light(self, op_class: int) -> bool:
         op = self.op(op_class)
         is_stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
-        return not (op.is_boundary or op.is_transfer or self.is_heavy[op_class] or is_stuck)
+        is_alone = op.is_transfer or op.is_host_update
+        return not (op.is_boundary or is_alone or self.is_heavy[op_class] or is_stuck)
 
     @staticmethod
     def _heavy(op: FlatOp) -> bool:

@@ -1,0 +1,276 @@
+"""Updates of state that rests in the host's memory, computed by the host's processors.
+
+The state stays where it is. Only gradients and scalars go to the host, and parameters that rest on the device come back
+(ZeRO-Offload's CPU Adam, Ren et al. 2021). This pays where the host's memory is faster than the bus.
+
+State is updated together if one new value depends on it together: both moments of a parameter, and the parameter. The host
+can update it if the ops between the old state and the new are elementwise, on arrays of the state's shape and on scalars.
+A product (Shampoo, Muon) or a norm of the state (LAMB) keeps the update on the device.
+
+These ops become one op, `host_update`. An operand of it that other elementwise ops compute from no larger arrays is
+computed on the host, too: a clipped gradient from the gradient, which then need not wait for the norm, and decayed weights
+from the weights.
+
+XLA:GPU joins all such ops into one call to the host. It begins when the last gradient has arrived, and nothing runs
+beside it. It never writes over its operands: the new state lies beside the old one (XLA:GPU, measured).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from autoshard.search.ir import _jax
+from autoshard.search.ir.factors.elementwise import POINTWISE
+from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Step
+from autoshard.search.memory.host_rows import by_rows
+from autoshard.search.memory.written import Written
+
+SCOPE = "updated on the host"
+"""The name scope of these updates and of the copies to the host that they need."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostUpdate:
+    """State that the host can update, and the ops that it then computes.
+
+    Attributes:
+      state: the old state's values.
+      moved: the ops that only the host computes, by number.
+      repeated: the ops that it computes for itself, by number.
+      arrays: the arrays that are copied to the host for it.
+      scalars: likewise.
+      results: the values that are read elsewhere, or are results of the step.
+    """
+
+    state: tuple[int, ...]
+    moved: tuple[int, ...]
+    repeated: tuple[int, ...]
+    arrays: tuple[int, ...]
+    scalars: tuple[int, ...]
+    results: tuple[int, ...]
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """All operands, the state first."""
+        return (*self.state, *self.arrays, *self.scalars)
+
+
+def host_updates(step: Step, hosted: Iterable[int]) -> tuple[HostUpdate, ...]:
+    """The updates that the host can compute.
+
+    Args:
+      step: a step.
+      hosted: numbers of the arguments that rest in the host's memory.
+    """
+    graph = step.graph
+    new_state = _new_state(step)
+    there = [graph.inputs[i] for i in sorted(hosted) if graph.inputs[i] in new_state]
+    whole = [v for v in there if (v, Phase.UPDATE) not in by_rows(graph, there, new_state)]
+    return tuple(_Finding(graph, whole).found())
+
+
+def updatable(step: Step, hosted: Iterable[int]) -> frozenset[int]:
+    """Those arguments on the host that the host can update."""
+    number = {v: i for i, v in enumerate(step.graph.inputs)}
+    return frozenset(number[v] for update in host_updates(step, hosted) for v in update.state)
+
+
+def _new_state(step: Step) -> dict[int, Atom]:
+    """By argument, the value that replaces it."""
+    inputs, outputs = step.graph.inputs, zip(step.graph.outputs, step.replaces, strict=True)
+    return {inputs[r]: a for a, r in outputs if r is not None and inputs[r] != a}
+
+
+class _Finding:
+    """The search for updates in one graph."""
+
+    def __init__(self, graph: Graph, there: Sequence[int]) -> None:
+        self.graph, self.there = graph, there
+        self.maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+        self.readers: dict[int, list[int]] = {}
+        for i, op in enumerate(graph.ops):
+            for v in op.operands:
+                self.readers.setdefault(v, []).append(i)
+
+    def found(self) -> Iterator[HostUpdate]:
+        for state, moved in self._groups():
+            shape = self.graph.values[state[0]].shape
+            is_alike = all(self.graph.values[v].shape == shape for v in state)
+            if is_alike and moved and all(self._is_pointwise(i, shape) for i in moved):
+                yield self._update(state, moved, shape)
+
+    def _groups(self) -> list[tuple[list[int], list[int]]]:
+        """State that is updated together, with the ops of the update that depend on it."""
+        group = {v: v for v in self.there}
+        moved: dict[int, list[int]] = {v: [] for v in self.there}
+        behind = {v: v for v in self.there}
+
+        def root(v: int) -> int:
+            while group[v] != v:
+                v = group[v]
+            return v
+
+        for i, op in enumerate(self.graph.ops):
+            roots = list(dict.fromkeys(root(behind[v]) for v in op.operands if v in behind))
+            if op.phase is not Phase.UPDATE or not roots:
+                continue
+            for other in roots[1:]:
+                group[other] = roots[0]
+                moved[roots[0]] += moved.pop(other)
+            moved[roots[0]].append(i)
+            behind |= dict.fromkeys(op.outputs, roots[0])
+        return [([v for v in self.there if root(v) == r], sorted(ops)) for r, ops in moved.items()]
+
+    def _is_pointwise(self, i: int, shape: tuple[int, ...]) -> bool:
+        op = self.graph.ops[i]
+        sizes = {self.graph.value(a).shape for a in op.inputs} - {()}
+        is_filled = op.name == "broadcast_in_dim" and not sizes
+        return (op.name in POINTWISE or is_filled) and sizes <= {shape} and op.result_values[0].shape == shape
+
+    def _update(self, state: Sequence[int], moved: Sequence[int], shape: tuple[int, ...]) -> HostUpdate:
+        made = {v for i in moved for v in self.graph.ops[i].outputs}
+        read = dict.fromkeys(v for i in moved for v in self.graph.ops[i].operands)
+        outside = [v for v in read if v not in made and v not in state]
+        arrays, repeated = self._brought([v for v in outside if self.graph.values[v].shape], shape, state)
+        scalars = dict.fromkeys(v for v in outside if not self.graph.values[v].shape)
+        scalars |= dict.fromkeys(
+            v for i in repeated for v in self.graph.ops[i].operands if not self.graph.values[v].shape
+        )
+        inside, results = frozenset(moved), frozenset(self.graph.made)
+        read_outside = (v for v in made if v in results or not inside.issuperset(self.readers.get(v, ())))
+        return HostUpdate(
+            tuple(state),
+            tuple(moved),
+            tuple(sorted(repeated)),
+            tuple(arrays),
+            tuple(scalars),
+            tuple(sorted(read_outside)),
+        )
+
+    def _brought(
+        self, wanted: Sequence[int], shape: tuple[int, ...], state: Sequence[int]
+    ) -> tuple[list[int], set[int]]:
+        """The arrays to copy to the host, and the ops that compute the wanted ones from these."""
+        cones = {v: self._cone(v, shape) for v in wanted}
+        arrays = dict.fromkeys(v for v, (_, ops) in cones.items() if not ops)
+        repeated: set[int] = set()
+        for v, (sources, ops) in cones.items():
+            more = [u for u in sources if u not in arrays and u not in state]
+            if sum(self.graph.values[u].num_bytes for u in more) <= self.graph.values[v].num_bytes:
+                repeated |= ops
+                arrays |= dict.fromkeys(more)
+            else:
+                arrays[v] = None
+        return list(arrays), repeated
+
+    def _cone(self, v: int, shape: tuple[int, ...]) -> tuple[list[int], set[int]]:
+        """The arrays from which elementwise ops of the update compute a value, and these ops."""
+        sources, ops, left = dict[int, None](), set[int](), [v]
+        while left:
+            u = left.pop()
+            i = self.maker.get(u)
+            if i is None or self.graph.ops[i].phase is not Phase.UPDATE or not self._is_pointwise(i, shape):
+                sources[u] = None
+            elif i not in ops:
+                ops.add(i)
+                left += [a for a in self.graph.ops[i].operands if self.graph.values[a].shape]
+        return list(sources), ops
+
+
+def with_host_updates(step: Step, updates: Sequence[HostUpdate]) -> tuple[Step, tuple[int, ...]]:
+    """The step with updates as single ops, and copies of their operands on the host.
+
+    An operand is copied as soon as it is made. Returns also the origin of each op: its index before, or -1.
+    """
+    graph, written = step.graph, Written(step.graph.values, SCOPE)
+    origin, sent = list[int](), dict[int, int]()
+    last = {update.moved[-1]: update for update in updates}
+    moved = {i for update in updates for i in update.moved}
+    is_needed = _needed(graph, updates, moved)
+    awaited = {v: last[i] for i in reversed(sorted(last)) for v in (*last[i].arrays, *last[i].scalars)}
+
+    def send(values: Iterable[int]) -> None:
+        for v in (v for v in values if v in awaited):
+            copy = written.write(_to_host, [v], graph.ops[awaited[v].moved[-1]])
+            assert isinstance(copy, int)
+            written.values[copy] = written.ops[-1].result_values[0]
+            sent[v] = copy
+            origin.append(-1)
+
+    send((*graph.inputs, *(v for v, _ in graph.constants)))
+    for i, op in enumerate(graph.ops):
+        if i in last:
+            written.ops.append(_as_one(graph, last[i], sent))
+            for v, value in zip(last[i].results, written.ops[-1].result_values, strict=True):
+                written.values[v] = value
+            origin.append(i)
+        elif i not in moved and is_needed[i]:
+            written.ops.append(op)
+            origin.append(i)
+            send(op.outputs)
+    graph = replace(graph, values=tuple(written.values), ops=tuple(written.ops))
+    return replace(step, graph=graph), tuple(origin)
+
+
+def _needed(graph: Graph, updates: Sequence[HostUpdate], moved: Set[int]) -> list[bool]:
+    """Per op, whether it is still read when the host computes these updates: not those that it repeats for itself."""
+    live = {*graph.made, *(v for u in updates for v in (*u.arrays, *u.scalars))}
+    repeated = {i for update in updates for i in update.repeated}
+    is_needed = [True] * len(graph.ops)
+    for i in reversed(range(len(graph.ops))):
+        op = graph.ops[i]
+        is_needed[i] = i not in repeated or not live.isdisjoint(op.outputs)
+        if is_needed[i] and i not in moved:
+            live.update(op.operands)
+    return is_needed
+
+
+def _as_one(graph: Graph, update: HostUpdate, sent: Mapping[int, int]) -> Op:
+    """An update as one op, in place of its last."""
+    there = tuple(replace(graph.values[v], is_on_host=True) for v in update.results)
+    inputs = (*update.state, *(sent[v] for v in (*update.arrays, *update.scalars)))
+    function = HostFunction(graph, update)
+    like = graph.ops[update.moved[-1]]
+    return replace(
+        like,
+        primitive=function,
+        params={},
+        inputs=inputs,
+        outputs=update.results,
+        result_values=there,
+        scope=SCOPE,
+        bodies={},
+    )
+
+
+def _to_host(x: Any) -> Any:
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+@dataclass(frozen=True, eq=False)
+class HostFunction:
+    """The function that the host computes, as the primitive of an op: JAX's `compute_on` for some ops of a graph."""
+
+    graph: Graph
+    update: HostUpdate
+
+    name = "host_update"
+    multiple_results = True
+
+    def get_bind_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        """As JAX's primitives have it."""
+        return params
+
+    def bind(self, *operands: Any) -> list[Any]:
+        """Applies the function to arrays in the host's memory; its results are there, too."""
+        return _jax.on_host(self._computed)(*operands)
+
+    def _computed(self, *operands: Any) -> list[Any]:
+        env: dict[int, Any] = dict(zip(self.update.operands, operands, strict=True))
+        for i in sorted((*self.update.moved, *self.update.repeated)):
+            op = self.graph.ops[i]
+            read = [env[a] if isinstance(a, int) else a.val for a in op.inputs]
+            env.update(zip(op.outputs, _jax.bind(op.primitive, read, op.params), strict=True))
+        return [env[v] for v in self.update.results]
