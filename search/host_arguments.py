@@ -1,6 +1,6 @@
 """The arguments of a step that may rest in host memory: those that the user names, and those that the search may try."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,7 +8,6 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.ir.graph import Role, Step
-from autoshard.search.memory.host_updates import HostUpdate
 from autoshard.search.memory.offload import MIN_BYTES, may_rest_on_host
 from autoshard.search.mesh_problem import ROUNDING, MeshProblem
 from autoshard.search.options import OFFLOADED, RESIDUALS, Options
@@ -86,19 +85,6 @@ class HostArguments:
     def least_bytes(self, arguments: frozenset[int]) -> float:
         """Bytes per device of arguments that are split over all devices."""
         return sum(self._num_bytes[i] for i in arguments) / self.cluster.num_devices
-
-    def least_update_s(self, step: Step, updates: Iterable[HostUpdate]) -> float:
-        """Seconds in which the host computes updates of a step for each device, if all devices share them."""
-        values, repeats = (
-            step.graph.values,
-            {v: a.repeats for v, a in zip(step.graph.inputs, step.arguments, strict=True)},
-        )
-        num_bytes = sum(
-            repeats[update.state[0]] * values[v].num_bytes
-            for update in updates
-            for v in (*update.operands, *update.results)
-        )
-        return num_bytes / self.cluster.num_devices / self.cluster.host_update_bytes_per_s
 
     def is_too_much(self, hosted: frozenset[int], working_bytes: float) -> bool:
         """True if the arguments on the device leave no room for the work, even if all devices share them."""

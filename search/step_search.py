@@ -8,7 +8,9 @@
    these steps decides: if it misses the cap, 4 comes first.
 4. If no plan fits, or the cap makes the step much slower, 1 and 3 are repeated with arguments in host memory
    (`search.memory.offload`), then with more and more microbatches (`search.memory.microbatches`).
-5. The best plan's rewritten step is tried on the other meshes. If there is no plan, the plan of the smallest peak is tried.
+5. State on the host is updated there at first if that takes less time than its copies would, and in the best plan also
+   in the other place (`search.memory.host_updates`).
+6. The best plan's rewritten step is tried on the other meshes. If there is no plan, the plan of the smallest peak is tried.
 
 A rewritten step computes all that the baseline computes, so lower bounds on uncapped baselines hold for it, too. Loops
 are the exception: to recompute may be faster than to stack residuals, and the bounds fall by the estimated gain.
@@ -29,7 +31,7 @@ from autoshard.search.finer_meshes import FinerMeshes
 from autoshard.search.found import Found
 from autoshard.search.host_arguments import HostArguments
 from autoshard.search.memory.batch_states import NotSplittableError
-from autoshard.search.memory.host_updates import host_updates, updatable
+from autoshard.search.memory.host_updates import host_updates, least_update_s, updatable
 from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import RELATIVE_GAP, ROUNDING, UNKNOWN, Known, MeshProblem, StepProblem
@@ -142,7 +144,7 @@ class StepSearch:
             self.trials.takes(smallest)
             self.watch.lap("solve")
             return smallest
-        self._updated_there(self.best)
+        self._updated_elsewhere(self.best)
         if self.best.step_problem is not first.step_problem:
             self._on_other_meshes(self.best, first.step_problem)
         best, finer = self.finer.finish(self.best, first.step_problem, self.floors_s)
@@ -402,16 +404,17 @@ class StepSearch:
         )
         return None if self.best else least
 
-    def _updated_there(self, best: Found) -> None:
-        """Looks for a better plan in which the host updates the state that rests in its memory."""
+    def _updated_elsewhere(self, best: Found) -> None:
+        """Looks for a better plan with the updates of hosted state in the other place: on the host, or on the device."""
         before = best.step_problem
         if not before.hosted or not self.cluster.host_update_bytes_per_s:
             return
         updates = host_updates(before.traced, before.hosted)
-        if not updates or self.host_arguments.least_update_s(before.traced, updates) >= best.device.waited_s:
+        there_s = least_update_s(before.traced, updates, self.cluster)
+        if not updates or (there_s >= best.device.waited_s and not before.updated):
             return
-        self.progress("updated on the host")
-        updated = updatable(before.traced, before.hosted)
+        self.progress("updated on the device" if before.updated else "updated on the host")
+        updated = frozenset[int]() if before.updated else updatable(before.traced, before.hosted)
         step_problem = self.trials.updating_there(before, updated)
         on_mesh = self.trials.put_on(step_problem, best.on_mesh.shape)
         known = UNKNOWN

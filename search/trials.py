@@ -15,6 +15,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.units import format_mesh
 from autoshard.search.found import Found
 from autoshard.search.ir.graph import Site, Step
+from autoshard.search.memory.host_updates import host_updates, least_copy_s, least_update_s, updatable
 from autoshard.search.mesh_problem import (
     NO_CAP,
     RELATIVE_GAP,
@@ -249,10 +250,23 @@ class Trials:
     def made_ready(self, step: Step) -> StepProblem:
         """A step without extra recomputation, prepared for all meshes."""
         step_problem = StepProblem.of(
-            step, self.marks, self.cluster.device, hosted=self.hosted, clock=self.clock
+            step,
+            self.marks,
+            self.cluster.device,
+            hosted=self.hosted,
+            clock=self.clock,
+            updated=self._updated_there(step),
         )
         self.watch.lap("graph")
         return step_problem
+
+    def _updated_there(self, step: Step) -> frozenset[int]:
+        """The arguments that the host updates at first: all that it can, if its memory is faster for them than the bus."""
+        if not self.hosted or not self.cluster.host_update_bytes_per_s:
+            return frozenset()
+        updates, cluster = host_updates(step, self.hosted), self.cluster
+        is_faster = least_update_s(step, updates, cluster) < least_copy_s(step, updates, cluster)
+        return updatable(step, self.hosted) if is_faster else frozenset()
 
     def recomputing(self, baseline: StepProblem, sites: Sites, offloaded_sites: Sites) -> StepProblem:
         """The baseline's step with sites recomputed and residuals offloaded. It is prepared once while it is in use."""

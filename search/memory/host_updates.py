@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from autoshard.cost_model.cluster import Cluster
 from autoshard.search.ir import _jax
 from autoshard.search.ir.factors.elementwise import POINTWISE
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Step
@@ -75,6 +76,34 @@ def updatable(step: Step, hosted: Iterable[int]) -> frozenset[int]:
     """Those arguments on the host that the host can update."""
     number = {v: i for i, v in enumerate(step.graph.inputs)}
     return frozenset(number[v] for update in host_updates(step, hosted) for v in update.state)
+
+
+def least_update_s(step: Step, updates: Iterable[HostUpdate], cluster: Cluster) -> float:
+    """Seconds of updates by the host for each device, if all devices share them: the update itself, and the copies of its
+    results to the device."""
+    values, new_state = step.graph.values, _new_state(step)
+    moved_bytes = copied_bytes = 0.0
+    for update in updates:
+        new = {new_state[v] for v in update.state}
+        back = (v for v in update.results if v not in new)
+        copied_bytes += _num_repeats(step, update) * sum(values[v].num_bytes for v in back)
+        there = (*update.operands, *update.results)
+        moved_bytes += _num_repeats(step, update) * sum(values[v].num_bytes for v in there)
+    copied_s = copied_bytes / cluster.host_link.sustained_bytes_per_s
+    return (moved_bytes / cluster.host_update_bytes_per_s + copied_s) / cluster.num_devices
+
+
+def least_copy_s(step: Step, updates: Iterable[HostUpdate], cluster: Cluster) -> float:
+    """Seconds in which each device fetches the state of these updates and stores it again, if all devices share it and
+    it goes both ways at once."""
+    values = step.graph.values
+    state = (_num_repeats(step, one) * sum(values[v].num_bytes for v in one.state) for one in updates)
+    return sum(state) / cluster.num_devices / cluster.host_link.sustained_bytes_per_s
+
+
+def _num_repeats(step: Step, update: HostUpdate) -> int:
+    """The number of updates that one represents, in a shortened step."""
+    return step.arguments[step.graph.inputs.index(update.state[0])].repeats
 
 
 def _new_state(step: Step) -> dict[int, Atom]:

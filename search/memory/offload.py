@@ -10,6 +10,7 @@ barrier's other operands read the barrier's results: the compiler removes result
 (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari et al. 2021, offload whole optimizers and layers.)
 
 A phase that reads nothing but rows of a table, or replaces them, does so in the host's memory (`search.memory.host_rows`).
+State that the host's processors update does not come at all for the update (`search.memory.host_updates`).
 
 Ops keep their order, except updates: each moves to its gradient, because late updates would hold all gradients.
 """
