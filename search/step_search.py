@@ -31,7 +31,7 @@ from autoshard.search.finer_meshes import FinerMeshes
 from autoshard.search.found import Found
 from autoshard.search.host_arguments import HostArguments
 from autoshard.search.memory.batch_states import NotSplittableError
-from autoshard.search.memory.host_updates import host_updates, least_update_s, updatable
+from autoshard.search.memory.host_updates import host_updates, least_copy_s, least_update_s, updatable
 from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import RELATIVE_GAP, ROUNDING, UNKNOWN, Known, MeshProblem, StepProblem
@@ -409,9 +409,9 @@ class StepSearch:
         before = best.step_problem
         if not before.hosted or not self.cluster.host_update_bytes_per_s:
             return
-        updates = host_updates(before.traced, before.hosted)
-        there_s = least_update_s(before.traced, updates, self.cluster)
-        if not updates or (there_s >= best.device.waited_s and not before.updated):
+        of_step = before.traced, host_updates(before.traced, before.hosted), self.cluster
+        gain_s = min(best.device.waited_s, 2 * least_copy_s(*of_step))  # copies one way after the other
+        if not before.updated and least_update_s(*of_step) >= gain_s:
             return
         self.progress("updated on the device" if before.updated else "updated on the host")
         updated = frozenset[int]() if before.updated else updatable(before.traced, before.hosted)

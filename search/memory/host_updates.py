@@ -68,8 +68,8 @@ def host_updates(step: Step, hosted: Iterable[int]) -> tuple[HostUpdate, ...]:
     graph = step.graph
     new_state = _new_state(step)
     there = [graph.inputs[i] for i in sorted(hosted) if graph.inputs[i] in new_state]
-    whole = [v for v in there if (v, Phase.UPDATE) not in by_rows(graph, there, new_state)]
-    return tuple(_Finding(graph, whole).found())
+    of_rows = by_rows(graph, there, new_state)
+    return tuple(_Finding(graph, [v for v in there if (v, Phase.UPDATE) not in of_rows]).found())
 
 
 def updatable(step: Step, hosted: Iterable[int]) -> frozenset[int]:

@@ -116,8 +116,8 @@ def offloaded(
     """
     if not hosted and not residuals:
         return Offloaded(step, tuple(range(len(step.graph.ops))))
-    updates = [u for u in host_updates(step, hosted) if {step.graph.inputs[i] for i in updated} & {*u.state}]
-    together, before = with_host_updates(step, updates)
+    named, updates = {step.graph.inputs[i] for i in updated}, host_updates(step, hosted) if updated else ()
+    together, before = with_host_updates(step, [one for one in updates if not named.isdisjoint(one.state)])
     rewriting = _Rewriting(together, hosted, residuals)
     graph = rewriting.run()
     verify(graph)
@@ -137,6 +137,7 @@ class _Rewriting:
         self.by_rows = by_rows(self.graph, on_host, new_state)
         whole = [v for v in on_host if (v, Phase.UPDATE) not in self.by_rows]
         updated = {v for op in self.graph.ops if op.is_host_update for v in op.operands}
+        self.read_here = {v for op in self.graph.ops if not op.is_host_update for v in op.operands}
         served = self.by_rows | {(v, Phase.UPDATE) for v in on_host if v in updated}
         self.stored = {a for v in whole if isinstance(a := new_state.get(v), int)} | set(waiting)
         self.new_state = frozenset(a for a in new_state.values() if isinstance(a, int))
@@ -191,13 +192,15 @@ class _Rewriting:
                 self.on_host[v] = self._copied(v, to_host, op)
 
     def _update_there(self, op: Op) -> None:
-        """Writes an update by the host. Results that do not rest in its memory are fetched."""
-        made = tuple(v if v in self.stored else self.written.new(self.written.values[v]) for v in op.outputs)
+        """Writes an update by the host. Results that the device reads, or that rest there, are fetched."""
+        stays = [v in self.stored and v not in self.read_here for v in op.outputs]
+        pairs = zip(op.outputs, stays, strict=True)
+        made = tuple(v if stay else self.written.new(self.written.values[v]) for v, stay in pairs)
         self.written.ops.append(replace(op, outputs=made))
         for v, there in zip(op.outputs, made, strict=True):
             if v in self.stored:
-                self.on_host[v] = v
-            else:
+                self.on_host[v] = there
+            if v != there:
                 self.written.values[v] = replace(self.written.values[v], is_on_host=False)
                 self.written.write(to_device, [there], op, v)
 

@@ -76,6 +76,25 @@ def test_the_old_state_is_read_and_the_new_written_in_the_hosts_memory():
     assert all(graph.values[v].is_on_host for v in read | made)
 
 
+def test_new_state_that_the_device_reads_in_the_same_step_comes_to_it():
+    """As that of a discriminator that trains before its generator."""
+
+    def step(w, m, x):
+        m = 0.9 * m + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+        w = w - 0.1 * m
+        return w, m, jnp.max(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x))
+
+    square = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)
+    traced = trace(step, square, square, jax.ShapeDtypeStruct((8, SIZE), jnp.float32))
+    hosted = frozenset({0, 1})
+    assert updatable(traced, hosted) == hosted
+    graph = offloaded(traced, hosted, updated=hosted).step.graph
+    here = [op for op in graph.ops if not (op.is_host_update or op.is_transfer)]
+    assert sum(op.name == "dot_general" for op in here) == 4
+    assert not any(graph.values[v].is_on_host for op in here for v in op.operands)
+    assert [graph.value(a).is_on_host for a in graph.outputs] == [True, True, False]
+
+
 def divided_by_norm():
     """An optimizer whose update divides by a norm of its state."""
 
