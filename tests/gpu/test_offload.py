@@ -48,8 +48,7 @@ def test_an_optimizers_state_is_on_the_host_between_steps(clip):
     assert not [c for c in proof.collectives if c.differs]
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
-@pytest.mark.parametrize("has_parameters", [False, True])
+@pytest.mark.parametrize(("num_devices", "has_parameters"), [(1, True), (8, False)])
 def test_a_host_that_updates_gets_gradients_and_keeps_the_state(num_devices, has_parameters):
     """Behind a clipping of all gradients. Parameters that rest on the device go there, too, and come back; XLA's runtime
     keeps room for these on the host, which its compiler does not count. Others come for the two phases that read them."""
