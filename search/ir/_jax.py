@@ -409,8 +409,8 @@ def one_by_one(eqn: Any) -> Iterator[tuple[dict[str, Any], slice]]:
 
 
 def on_host(function: Any) -> Any:
-    """A function of arrays in the host's memory, computed by its processors; the results stay there. (JAX 0.11 calls this
-    function `compute_on2`.)"""
+    """A function of arrays in the host's memory, computed by its processors; the results stay there. (Earlier releases of
+    JAX call it `compute_on2`, and have another `compute_on`.)"""
     of_arrays = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
     return of_arrays(function, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
 

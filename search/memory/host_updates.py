@@ -7,29 +7,21 @@ State is updated together if one new value depends on it together: both moments 
 can update it if the ops between the old state and the new are elementwise, on arrays of the state's shape and on scalars.
 A product (Shampoo, Muon) or a norm of the state (LAMB) keeps the update on the device.
 
-These ops become one op, `host_update`. An operand of it that other elementwise ops compute from no larger arrays is
-computed on the host, too: a clipped gradient from the gradient, which then need not wait for the norm, and decayed weights
+These ops become one op (`search.memory.host_update_ops`). If other elementwise ops compute an operand of it from no larger
+arrays, so does the host: a clipped gradient from the gradient, which then need not wait for the norm, and decayed weights
 from the weights.
 
 XLA:GPU joins all such ops into one call to the host. It begins when the last gradient has arrived, and nothing runs
-beside it. It never writes over its operands: the new state lies beside the old one (XLA:GPU, measured).
+beside it. It never writes over its operands: the new state lies beside the old one (read in compiled programs).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any
-
-import jax
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from autoshard.cost_model.cluster import Cluster
-from autoshard.search.ir import _jax
 from autoshard.search.ir.factors.elementwise import POINTWISE
-from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Step
+from autoshard.search.ir.graph import Atom, Graph, Phase, Step
 from autoshard.search.memory.host_rows import by_rows
-from autoshard.search.memory.written import Written
-
-SCOPE = "updated on the host"
-"""The name scope of these updates and of the copies to the host that they need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +45,14 @@ class HostUpdate:
     results: tuple[int, ...]
 
     @property
+    def brought(self) -> tuple[int, ...]:
+        """The operands that are copied to the host."""
+        return (*self.arrays, *self.scalars)
+
+    @property
     def operands(self) -> tuple[int, ...]:
         """All operands, the state first."""
-        return (*self.state, *self.arrays, *self.scalars)
+        return (*self.state, *self.brought)
 
 
 def host_updates(step: Step, hosted: Iterable[int]) -> tuple[HostUpdate, ...]:
@@ -206,100 +203,3 @@ class _Finding:
                 ops.add(i)
                 left += [a for a in self.graph.ops[i].operands if self.graph.values[a].shape]
         return list(sources), ops
-
-
-def with_host_updates(step: Step, updates: Sequence[HostUpdate]) -> tuple[Step, tuple[int, ...]]:
-    """The step with updates as single ops, and copies of their operands on the host.
-
-    An operand is copied as soon as it is made. Returns also the origin of each op: its index before, or -1.
-    """
-    graph, written = step.graph, Written(step.graph.values, SCOPE)
-    origin, sent = list[int](), dict[int, int]()
-    last = {update.moved[-1]: update for update in updates}
-    moved = {i for update in updates for i in update.moved}
-    is_needed = _needed(graph, updates, moved)
-    awaited = {v: last[i] for i in reversed(sorted(last)) for v in (*last[i].arrays, *last[i].scalars)}
-
-    def send(values: Iterable[int]) -> None:
-        for v in (v for v in values if v in awaited):
-            copy = written.write(_to_host, [v], graph.ops[awaited[v].moved[-1]])
-            assert isinstance(copy, int)
-            written.values[copy] = written.ops[-1].result_values[0]
-            sent[v] = copy
-            origin.append(-1)
-
-    send((*graph.inputs, *(v for v, _ in graph.constants)))
-    for i, op in enumerate(graph.ops):
-        if i in last:
-            written.ops.append(_as_one(graph, last[i], sent))
-            for v, value in zip(last[i].results, written.ops[-1].result_values, strict=True):
-                written.values[v] = value
-            origin.append(i)
-        elif i not in moved and is_needed[i]:
-            written.ops.append(op)
-            origin.append(i)
-            send(op.outputs)
-    graph = replace(graph, values=tuple(written.values), ops=tuple(written.ops))
-    return replace(step, graph=graph), tuple(origin)
-
-
-def _needed(graph: Graph, updates: Sequence[HostUpdate], moved: Set[int]) -> list[bool]:
-    """Per op, whether it is still read when the host computes these updates: not those that it repeats for itself."""
-    live = {*graph.made, *(v for u in updates for v in (*u.arrays, *u.scalars))}
-    repeated = {i for update in updates for i in update.repeated}
-    is_needed = [True] * len(graph.ops)
-    for i in reversed(range(len(graph.ops))):
-        op = graph.ops[i]
-        is_needed[i] = i not in repeated or not live.isdisjoint(op.outputs)
-        if is_needed[i] and i not in moved:
-            live.update(op.operands)
-    return is_needed
-
-
-def _as_one(graph: Graph, update: HostUpdate, sent: Mapping[int, int]) -> Op:
-    """An update as one op, in place of its last."""
-    there = tuple(replace(graph.values[v], is_on_host=True) for v in update.results)
-    inputs = (*update.state, *(sent[v] for v in (*update.arrays, *update.scalars)))
-    function = HostFunction(graph, update)
-    like = graph.ops[update.moved[-1]]
-    return replace(
-        like,
-        primitive=function,
-        params={},
-        inputs=inputs,
-        outputs=update.results,
-        result_values=there,
-        scope=SCOPE,
-        bodies={},
-    )
-
-
-def _to_host(x: Any) -> Any:
-    return jax.device_put(x, jax.memory.Space.Host)
-
-
-@dataclass(frozen=True, eq=False)
-class HostFunction:
-    """The function that the host computes, as the primitive of an op: JAX's `compute_on` for some ops of a graph."""
-
-    graph: Graph
-    update: HostUpdate
-
-    name = "host_update"
-    multiple_results = True
-
-    def get_bind_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """As JAX's primitives have it."""
-        return params
-
-    def bind(self, *operands: Any) -> list[Any]:
-        """Applies the function to arrays in the host's memory; its results are there, too."""
-        return _jax.on_host(self._computed)(*operands)
-
-    def _computed(self, *operands: Any) -> list[Any]:
-        env: dict[int, Any] = dict(zip(self.update.operands, operands, strict=True))
-        for i in sorted((*self.update.moved, *self.update.repeated)):
-            op = self.graph.ops[i]
-            read = [env[a] if isinstance(a, int) else a.val for a in op.inputs]
-            env.update(zip(op.outputs, _jax.bind(op.primitive, read, op.params), strict=True))
-        return [env[v] for v in self.update.results]

@@ -26,7 +26,8 @@ import jax
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, verify
 from autoshard.search.memory.fetches import Fetch, fetches
 from autoshard.search.memory.host_rows import bounded, by_rows, filled, is_filled
-from autoshard.search.memory.host_updates import host_updates, with_host_updates
+from autoshard.search.memory.host_update_ops import with_host_updates
+from autoshard.search.memory.host_updates import host_updates
 from autoshard.search.memory.written import Written
 
 SCOPE = "offload"
