@@ -4,11 +4,13 @@ The op applies JAX's `compute_on` to the ops that it replaces. Its results are i
 has them fetched where the device reads them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Graph, Op, Step
@@ -41,6 +43,7 @@ class _Writing:
         self.is_needed = self._needed()
         self.origin: list[int] = []
         self.sent: dict[int, int] = {}
+        self.constants: dict[Hashable, int] = {}
 
     def run(self) -> Graph:
         """The graph with its updates."""
@@ -71,10 +74,23 @@ class _Writing:
         for v in update.results:
             values[v] = replace(values[v], is_on_host=True)
         inputs = (*update.state, *(self.sent[v] for v in update.brought))
+        inputs += tuple(self._constant(self.graph.ops[i]) for i in update.fills)
         made = tuple(values[v] for v in update.results)
         function, last = HostFunction(self.graph, update), self.graph.ops[i]
         one = replace(last, primitive=function, params={}, inputs=inputs, outputs=update.results, bodies={})
         self._append(replace(one, result_values=made, scope=SCOPE), i)
+
+    def _constant(self, fill: Op) -> int:
+        """The constant of an op that fills an array, on the host: JAX asks that all operands be in one memory."""
+        (literal,) = fill.inputs
+        content = np.asarray(literal.val, literal.aval.dtype)
+        key = content.dtype, content.tobytes()
+        if key not in self.constants:
+            made = self.written.write(lambda: _to_host(jnp.asarray(content)), [], None)
+            assert isinstance(made, int)
+            self.constants[key] = made
+            self.origin += [-1] * (len(self.written.ops) - len(self.origin))
+        return self.constants[key]
 
     def _needed(self) -> list[bool]:
         """Per op, whether the device computes it: of those that updates repeat, only those that it reads itself."""
@@ -110,9 +126,12 @@ class HostFunction:
         return _jax.on_host(self._computed)(*operands)
 
     def _computed(self, *operands: Any) -> list[Any]:
-        env: dict[int, Any] = dict(zip(self.update.operands, operands, strict=True))
+        num_fills = len(self.update.fills)
+        env: dict[int, Any] = dict(zip(self.update.operands, operands, strict=False))
+        constants = dict(zip(self.update.fills, operands[len(operands) - num_fills :], strict=True))
         for i in sorted((*self.update.moved, *self.update.repeated)):
             op = self.graph.ops[i]
             read = [env[a] if isinstance(a, int) else a.val for a in op.inputs]
+            read = [constants[i]] if i in constants else read
             env.update(zip(op.outputs, _jax.bind(op.primitive, read, op.params), strict=True))
         return [env[v] for v in self.update.results]

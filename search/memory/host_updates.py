@@ -34,6 +34,7 @@ class HostUpdate:
       repeated: the ops that it computes for itself, by number.
       arrays: the arrays that are copied to the host for it.
       scalars: likewise.
+      fills: the ops among the repeated ones that fill an array with a constant, which is copied to the host as well.
       results: the values that are read elsewhere, or are results of the step.
     """
 
@@ -42,6 +43,7 @@ class HostUpdate:
     repeated: tuple[int, ...]
     arrays: tuple[int, ...]
     scalars: tuple[int, ...]
+    fills: tuple[int, ...]
     results: tuple[int, ...]
 
     @property
@@ -51,7 +53,7 @@ class HostUpdate:
 
     @property
     def operands(self) -> tuple[int, ...]:
-        """All operands, the state first."""
+        """All operands but constants, the state first."""
         return (*self.state, *self.brought)
 
 
@@ -172,6 +174,7 @@ class _Finding:
             tuple(sorted(repeated)),
             tuple(arrays),
             tuple(scalars),
+            tuple(i for i in sorted(repeated) if not self.graph.ops[i].operands),
             tuple(sorted(read_outside)),
         )
 

@@ -16,6 +16,8 @@ from tests.executors import plans
 NUM_STEPS = 3
 
 ADAMW, MOMENTUM = optax.adamw(1e-2), optax.sgd(1e-2, momentum=0.9, nesterov=True)
+RMSPROP = optax.rmsprop(1e-2, centered=True)
+"""Its update fills arrays with constants."""
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
 
 
@@ -58,6 +60,7 @@ def run(fn, params, state, *batch):
     [
         pytest.param(CLIPPED, False, (Role.OPTIMIZER_STATE,), (2, 2), 1, id="clipped"),
         pytest.param(MOMENTUM, False, (Role.OPTIMIZER_STATE, Role.PARAMETER), (8,), 1, id="parameters, too"),
+        pytest.param(RMSPROP, False, (Role.OPTIMIZER_STATE,), (2,), 1, id="constants"),
         pytest.param(ADAMW, True, (Role.OPTIMIZER_STATE,), (2,), 1, id="skipped unless finite"),
         pytest.param(ADAMW, False, (Role.OPTIMIZER_STATE,), (4,), 2, id="in microbatches"),
     ],
