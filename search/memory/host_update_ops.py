@@ -26,6 +26,8 @@ def with_host_updates(step: Step, updates: Sequence[HostUpdate]) -> tuple[Step, 
 
     An operand is copied as soon as it is made. Returns also the origin of each op: its index before, or -1.
     """
+    if not updates:
+        return step, tuple(range(len(step.graph.ops)))
     writing = _Writing(step.graph, updates)
     graph = writing.run()
     return replace(step, graph=graph), tuple(writing.origin)
