@@ -48,14 +48,14 @@ def test_an_optimizers_state_is_on_the_host_between_steps(clip):
     assert not [c for c in proof.collectives if c.differs]
 
 
-@pytest.mark.parametrize(("num_devices", "has_parameters"), [(1, True), (8, False)])
-def test_a_host_that_updates_gets_gradients_and_keeps_the_state(num_devices, has_parameters):
+@pytest.mark.parametrize("has_parameters", [False, True])
+def test_a_host_that_updates_gets_gradients_and_keeps_the_state(has_parameters):
     """Behind a clipping of all gradients. Parameters that rest on the device go there, too, and come back; XLA's runtime
     keeps room for these on the host, which its compiler does not count. Others come for the two phases that read them."""
     fast = {"host_bytes_per_s": 1e13, "host_cores": 1000}
     kinds = ("optimizer_state", *["parameters"] * has_parameters)
-    proof = verified(kinds, num_devices, clip=True, num_layers=4, **fast)
-    all_bytes = 4 * WIDTH * WIDTH * 4 // num_devices
+    proof = verified(kinds, clip=True, num_layers=4, **fast)
+    all_bytes = 4 * WIDTH * WIDTH * 4 // 8
     num_sent, num_fetched = (4, 7) if has_parameters else (8, 4)
     assert copied(proof) == {
         TO_HOST: (num_sent, num_sent * all_bytes // 4),
