@@ -84,8 +84,7 @@ class _Writing:
 
     def _constant(self, fill: Op) -> int:
         """The constant of an op that fills an array, on the host: JAX asks that all operands be in one memory."""
-        (literal,) = fill.inputs
-        content = np.asarray(literal.val, literal.aval.dtype)
+        (content,) = (np.asarray(a.val, a.aval.dtype) for a in fill.inputs if not isinstance(a, int))
         key = content.dtype, content.tobytes()
         if key not in self.constants:
             made = self.written.write(lambda: _to_host(jnp.asarray(content)), [], None)
