@@ -255,18 +255,18 @@ class Trials:
             self.cluster.device,
             hosted=self.hosted,
             clock=self.clock,
-            updated=self._updated_there(step),
+            updated=self._updated_there(step, self.hosted),
         )
         self.watch.lap("graph")
         return step_problem
 
-    def _updated_there(self, step: Step) -> frozenset[int]:
+    def _updated_there(self, step: Step, hosted: frozenset[int]) -> frozenset[int]:
         """The arguments that the host updates at first: all that it can, if its memory is faster for them than the bus."""
-        if not self.hosted or not self.cluster.host_update_bytes_per_s:
+        if not hosted or not self.cluster.host_update_bytes_per_s:
             return frozenset()
-        updates, cluster = host_updates(step, self.hosted), self.cluster
+        updates, cluster = host_updates(step, hosted), self.cluster
         is_faster = least_update_s(step, updates, cluster) < least_copy_s(step, updates, cluster)
-        return updatable(step, self.hosted) if is_faster else frozenset()
+        return updatable(step, hosted) if is_faster else frozenset()
 
     def recomputing(self, baseline: StepProblem, sites: Sites, offloaded_sites: Sites) -> StepProblem:
         """The baseline's step with sites recomputed and residuals offloaded. It is prepared once while it is in use."""
