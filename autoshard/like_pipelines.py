@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.units import format_bytes
-from autoshard.pins import ON_HOST, Counterparts
+from autoshard.pins import Counterparts
 from autoshard.planning import given_bytes
 from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.microbatches import batch_divisors
@@ -23,6 +23,7 @@ from autoshard.search.pipeline.schedules.registry import FAMILIES
 from autoshard.search.pipeline.split_loops import num_positions
 from autoshard.search.plan.plan import Plan, Sharding
 from autoshard.search.plan.recognition import outlined
+from autoshard.search.plan.resting_places import without_place
 from autoshard.search.problem.fingerprint import fingerprint
 
 
@@ -175,9 +176,7 @@ def _stages_read(parts: PipelineStep, stage_of: Mapping[str, int]) -> Iterator[t
 
 def _only(sharding: Sharding, shared: Mapping[str, str]) -> Sharding:
     """A sharding that decides on shared arguments only."""
-    texts = {
-        mine: sharding.arguments.get(theirs, "").removesuffix(ON_HOST) for mine, theirs in shared.items()
-    }
+    texts = {mine: without_place(sharding.arguments.get(theirs, "")) for mine, theirs in shared.items()}
     return replace(
         sharding, arguments={name: text for name, text in texts.items() if text}, ops={}, copies={}
     )

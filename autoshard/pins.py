@@ -17,8 +17,8 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import AXIS_NAMES, divides, from_partition_spec, read_partition_spec
 from autoshard.search.memory.offload import may_rest_on_host
 from autoshard.search.plan.argument_paths import Counterparts, ending_in, near, pieces, unfolded, within
-from autoshard.search.plan.decisions import ON_HOST
 from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.resting_places import is_on_host, without_place
 from autoshard.search.plan.text_table import NAMES_IN_A_LINE
 
 Pins = Mapping[str, PartitionSpec | str] | Plan
@@ -160,10 +160,10 @@ def as_in(step: Step, rested: Rested) -> PinnedLayout:
     for argument, own in zip(step.arguments, step.abstract_inputs(), strict=True):
         texts = {decisions.arguments.get(other, "") for other in others.of(argument.name, own.shape)}
         text = texts.pop() if len(texts) == 1 else ""
-        spec = read_partition_spec(text.removesuffix(ON_HOST)) if text else None
+        spec = read_partition_spec(without_place(text)) if text else None
         if spec is not None and _may_rest(spec, own.shape, mesh):
             specs[argument.name] = spec
-            on_host += [argument.name] * (text.endswith(ON_HOST) and argument.name in may_be_on_host)
+            on_host += [argument.name] * (is_on_host(text) and argument.name in may_be_on_host)
     return PinnedLayout(specs, tuple(on_host), mesh)
 
 
@@ -207,7 +207,7 @@ def _read(key: str, spec: Any) -> tuple[PartitionSpec, bool]:
     try:
         if not isinstance(spec, str):
             raise PlanError(f"got {spec!r:.60}")
-        return read_partition_spec(spec.removesuffix(ON_HOST)), spec.endswith(ON_HOST)
+        return read_partition_spec(without_place(spec)), is_on_host(spec)
     except PlanError as e:
         raise InputError(
             f"pin {key!r}: wanted a jax.sharding.PartitionSpec, or its text as in a plan; {e}"

@@ -182,13 +182,13 @@ def _own(x: Any, sharding: Any) -> Any:
 def _warn_of_moves(
     program: Program | PipelineProgram, step: Step, moved: Mapping[int, Any], advice: str
 ) -> None:
-    """Warns if many bytes have to move and are not donated, so that each call moves them: arrays on several devices, and
+    """Warns if many bytes have to move and are no state, so that each call moves them: arrays on several devices, and
     those that rest on the host."""
-    wanted, donated = jax.tree.leaves(program.shardings), program.donated_leaves
+    wanted, state = jax.tree.leaves(program.shardings), {*program.donated_leaves, *step.replaces}
     again = {
         i: x
         for i, x in moved.items()
-        if i not in donated and (wanted[i].memory_kind == "pinned_host" or _lies_otherwise(x, wanted[i]))
+        if i not in state and (wanted[i].memory_kind == "pinned_host" or _lies_otherwise(x, wanted[i]))
     }
     num_bytes = sum(x.nbytes for x in again.values())
     everything = sum(step.graph.values[v].num_bytes for v in step.graph.inputs)

@@ -24,6 +24,7 @@ from autoshard.cost_model.file_forms import (
     SECONDS,
     Table,
     file_config,
+    key_of,
     read_record,
     write_record,
 )
@@ -59,6 +60,14 @@ benchmarks (BabelStream triad) on HBM GPUs, 0.85 to 0.93."""
 LINK_EFFICIENCY = 0.8
 """Share of a link's peak that collectives and copies sustain. Source: assumed; NCCL counts 20 of 25 GB/s per NVLink of
 Volta and Ampere, 20.6 of 25 on Hopper, 12 of 15.75 GB/s of PCIe 3.0 x16 (its `src/graph/topo.h`)."""
+
+HOST_EFFICIENCY = 0.7
+"""Share of the host memory's peak that updates of state sustain. Source: assumed; STREAM's triad reaches 0.75 to 0.85 on
+servers of two sockets and does not count that a line is read before it is written."""
+
+CORE_BYTES_PER_S = 15e9
+"""Bytes that one core reads and writes in a second of an AdamW update, as XLA:CPU compiles it. Source: `optax.adamw` on 16 M
+parameters in float32, jitted, its state donated, on one thread of a Xeon (`intra_op_parallelism_threads=1`): 15.2 GB/s."""
 
 LAUNCH_S = 2e-6
 """Seconds from the start of one empty kernel to the start of the next. Source: assumed. 1.5 to 2.5 us is usual for
@@ -200,12 +209,18 @@ class Cluster:
     """The link between a device and its node's memory."""
     sources: Annotated[tuple[tuple[str, str], ...], Table(str)] = ()
     """The source of each number, by its path in a cluster file ("device.memory"); a path covers all numbers below it."""
+    host_bytes_per_s: Annotated[float, RATE] = 0.0
+    """Peak bandwidth of a node's host memory, for all its devices; zero if unknown, and then the host updates no state."""
+    host_cores: int = 0
+    """Cores of a node's processors, for all its devices; zero if unknown, and then the host updates no state."""
 
     def __post_init__(self) -> None:
         check_name(self.name, "cluster name")
         _check_positive(self.num_devices, "number of devices", "devices")
         _check_positive(self.devices_per_node, "devices per node", "devices")
         _check_not_negative(self.host_bytes_per_node, "host memory per node", "bytes")
+        _check_not_negative(self.host_bytes_per_s, "host memory bandwidth per node", "bytes/s")
+        _check_not_negative(self.host_cores, "host cores per node", "cores")
         if self.num_devices % self.devices_per_node:
             raise ClusterError(
                 f"wanted full nodes, got {self.num_devices} devices in nodes of {self.devices_per_node}; "
@@ -216,6 +231,12 @@ class Cluster:
     def host_bytes_per_device(self) -> int:
         """A device's share of its host's memory."""
         return self.host_bytes_per_node // self.devices_per_node
+
+    @property
+    def host_update_bytes_per_s(self) -> float:
+        """The rate at which the host reads and writes state that it updates, a device's share; zero if unknown."""
+        of_memory, of_cores = HOST_EFFICIENCY * self.host_bytes_per_s, CORE_BYTES_PER_S * self.host_cores
+        return min(of_memory, of_cores) / self.devices_per_node
 
     @property
     def num_nodes(self) -> int:
@@ -278,6 +299,8 @@ class Cluster:
         """A hash of sixteen hexadecimal digits that depends on every number, but not on names or sources."""
         numbers = self.to_json()
         del numbers["name"], numbers["sources"], numbers["device"]["name"]
+        if not self.host_update_bytes_per_s:  # earlier releases knew no such numbers
+            del numbers[key_of("host_bytes_per_s")], numbers[key_of("host_cores")]
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:

@@ -34,6 +34,8 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "bytes_per_s": "bandwidth",
         "latency_s": "latency",
         "host_bytes_per_node": "host_memory_per_node",
+        "host_bytes_per_s": "host_memory_bandwidth_per_node",
+        "host_cores": "host_cores_per_node",
     }
 )
 """The keys of fields whose names differ in a file, where the values carry the units."""

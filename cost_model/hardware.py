@@ -28,7 +28,7 @@ from autoshard.cost_model.presets import (
     SHORT_NAMES,
     node_devices,
 )
-from autoshard.cost_model.units import exact_bytes, parse_bytes
+from autoshard.cost_model.units import exact_bytes, exact_rate, parse_bytes, parse_rate
 
 __all__ = ["AnyCluster", "Cluster", "Device", "Link", "MixedCluster", "parse_cluster", "parse_hardware"]
 
@@ -155,7 +155,9 @@ def _nearest(num_devices: int, full: int) -> str:
 def _preset_json(gpu: str, network: str, num_devices: int, devices_per_node: int) -> dict[str, Any]:
     preset = PRESETS[gpu]
     links = {"intra": preset["intra"], "inter": preset["networks"][network], "host_link": preset["host_link"]}
-    host_bytes = parse_bytes(preset["host_memory"]["value"]) * devices_per_node // node_devices(gpu)
+    share = devices_per_node, node_devices(gpu)
+    host_bytes = parse_bytes(preset["host_memory"]["value"]) * share[0] // share[1]
+    host_bytes_per_s = parse_rate(preset["host_bandwidth"]["value"]) * share[0] / share[1]
     return {
         "name": f"{num_devices}x{_name(gpu, network)}",
         "device": {"name": gpu} | {key: preset[key]["value"] for key in DEVICE_KEYS},
@@ -163,9 +165,13 @@ def _preset_json(gpu: str, network: str, num_devices: int, devices_per_node: int
         "devices_per_node": devices_per_node,
         **{key: {name: link[name] for name in LINK_KEYS} for key, link in links.items()},
         "host_memory_per_node": exact_bytes(host_bytes),
+        "host_memory_bandwidth_per_node": exact_rate(host_bytes_per_s),
+        "host_cores_per_node": preset["host_cores"]["value"] * share[0] // share[1],
         "sources": {
             **{f"device.{key}": preset[key]["source"] for key in DEVICE_KEYS},
             **{key: link["source"] for key, link in links.items()},
             "host_memory_per_node": preset["host_memory"]["source"],
+            "host_memory_bandwidth_per_node": preset["host_bandwidth"]["source"],
+            "host_cores_per_node": preset["host_cores"]["source"],
         },
     }

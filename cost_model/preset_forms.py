@@ -130,6 +130,15 @@ def c2c(bandwidth: str, source: str) -> dict[str, Any]:
     return _link(bandwidth, _COPY_LATENCY, 0.8, f"{source}; latency assumed, cudaMemcpyAsync; share assumed")
 
 
+def host_processors(bandwidth: str, cores: int, source: str) -> dict[str, Any]:
+    """The processors of a full node's host, and the peak bandwidth of their memory."""
+    return {"host_bandwidth": number(bandwidth, source), "host_cores": number(cores, source)}
+
+
+UNKNOWN_HOST = host_processors("0B/s", 0, "unknown: no vendor's system, so the host updates no state")
+"""The processors of a host of which nothing is said."""
+
+
 def infiniband(bandwidth: str, source: str) -> dict[str, Any]:
     """InfiniBand, a device's share."""
     sources = f"{source}; latency: {_LATENCY_SOURCE}; share: assumed, ib_write_bw reaches 0.96 to 0.98"
@@ -163,6 +172,7 @@ def simulated() -> dict[str, Any]:
         "launch": number("1ns", "invented: so short that small examples split like large ones"),
         "intra": loopback,
         "host_memory": number("128GiB", _INVENTED),
+        **UNKNOWN_HOST,
         "host_link": loopback,
         "networks": {"Loopback": loopback},
     }

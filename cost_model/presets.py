@@ -14,10 +14,12 @@ from typing import Any
 
 from autoshard.cost_model.preset_forms import (
     ETHERNET,
+    UNKNOWN_HOST,
     c2c,
     ethernet,
     flops,
     gpu,
+    host_processors,
     infiniband,
     number,
     nvlink,
@@ -82,6 +84,7 @@ _H100_FLOPS = flops(
 _V100_NODE = {
     "intra": nvlink("150GB/s", "NVIDIA V100 datasheet: NVLink 300 GB/s, both directions", 0.8, False),
     "host_memory": number("512GiB", "NVIDIA DGX-1 user guide: 512 GB"),
+    **host_processors("153.6GB/s", 40, "NVIDIA DGX-1: 2 Xeon E5-2698 v4, each 20 cores and 4 x DDR4-2400"),
     "host_link": pcie_to_host("15.75GB/s", "PCIe 3.0 x16"),
     "networks": {
         "InfiniBand": infiniband("50Gb/s", "NVIDIA DGX-1: 4 x 100 Gb/s EDR for 8 GPUs"),
@@ -90,6 +93,7 @@ _V100_NODE = {
 }
 _A100_NODE = {
     "intra": nvlink("300GB/s", "NVIDIA A100 datasheet: NVLink 600 GB/s, both directions", 0.8, False),
+    **host_processors("409.6GB/s", 128, "NVIDIA DGX A100: 2 EPYC 7742, each 64 cores and 8 x DDR4-3200"),
     "host_link": pcie_to_host("31.5GB/s", "PCIe 4.0 x16"),
     "networks": {
         "InfiniBand": infiniband("200Gb/s", "NVIDIA DGX A100: 8 x 200 Gb/s HDR for 8 GPUs"),
@@ -101,6 +105,7 @@ _HOPPER_NODE = {
         "450GB/s", "NVIDIA H100 and H200 datasheets: NVLink 900 GB/s, both directions", 0.824, True
     ),
     "host_memory": number("2TiB", "NVIDIA DGX H100 and H200 datasheets: 2 TB"),
+    **host_processors("614.4GB/s", 112, "NVIDIA DGX H100: 2 Xeon 8480C, each 56 cores and 8 x DDR5-4800"),
     "host_link": pcie_to_host("63GB/s", "PCIe 5.0 x16"),
     "networks": {
         "InfiniBand": infiniband("400Gb/s", "NVIDIA DGX H100: 8 x 400 Gb/s NDR for 8 GPUs"),
@@ -119,6 +124,7 @@ _GRACE_NODE = {
         "900GB/s", "NVIDIA GB200 and GB300 NVL72 datasheets: NVLink 1.8 TB/s, both directions", 0.802, True
     ),
     "host_memory": number("17TB", "NVIDIA GB200 and GB300 NVL72 datasheets: up to 17 TB LPDDR5X"),
+    **host_processors("14TB/s", 2592, "NVIDIA GB200 NVL72 datasheet: 36 Grace, 2,592 cores, up to 14 TB/s"),
     "host_link": c2c(
         "225GB/s",
         "NVIDIA GB200 and GB300 NVL72 datasheets: NVLink-C2C 900 GB/s, both directions, for the two GPUs of a Grace",
@@ -167,6 +173,7 @@ _AMPERE: dict[str, dict[str, Any]] = {
     )
     | {
         "host_memory": number("768GiB", "AWS g5.48xlarge: 768 GiB for 8 A10G"),
+        **host_processors("409.6GB/s", 96, "AWS g5.48xlarge: 2 EPYC 7R32, each 48 cores and 8 x DDR4-3200"),
         "networks": {"Ethernet": ethernet("12.5Gb/s", "AWS g5.48xlarge: 100 Gb/s for 8 A10G")},
     },
     "A100-40GB": _A100_NODE
@@ -205,6 +212,9 @@ _ADA: dict[str, dict[str, Any]] = {
     )
     | {
         "host_memory": number("384GiB", "Google Cloud g2-standard-96: 384 GB for 8 L4"),
+        **host_processors(
+            "281.6GB/s", 48, "Google Cloud g2-standard-96: 96 vCPUs of 2 Cascade Lake, each 6 x DDR4-2933"
+        ),
         "networks": {"Ethernet": ETHERNET},
     },
     "L40S": _pcie_4_node("NVIDIA L40S datasheet")
@@ -225,6 +235,7 @@ _ADA: dict[str, dict[str, Any]] = {
     )
     | {
         "host_memory": number("1536GiB", "AWS g6e.48xlarge: 1,536 GiB for 8 L40S"),
+        **host_processors("409.6GB/s", 96, "AWS g6e.48xlarge: 2 EPYC 7R13, each 48 cores and 8 x DDR4-3200"),
         "networks": {"Ethernet": ethernet("50Gb/s", "AWS g6e.48xlarge: 400 Gb/s for 8 L40S")},
     },
     "RTX-4090": gpu(
@@ -248,6 +259,7 @@ _ADA: dict[str, dict[str, Any]] = {
     | {
         "intra": through_host("31.5GB/s", "NVIDIA GeForce RTX 4090: PCIe 4.0 x16, no NVLink"),
         "host_memory": number("256GiB", "assumed: more than the GPUs' memory, no vendor's system"),
+        **UNKNOWN_HOST,
         "host_link": pcie_to_host("31.5GB/s", "PCIe 4.0 x16"),
         "networks": {"Ethernet": ETHERNET},
     },
@@ -272,6 +284,7 @@ _ADA: dict[str, dict[str, Any]] = {
     )
     | {
         "host_memory": number("512GiB", "assumed: more than the GPUs' memory, no vendor's system"),
+        **UNKNOWN_HOST,
         "networks": {"Ethernet": ETHERNET},
     },
 }
@@ -304,6 +317,7 @@ _HOPPER: dict[str, dict[str, Any]] = {
     )
     | {
         "host_memory": number("1TiB", "assumed: half as much again as the GPUs' memory, no vendor's system"),
+        **UNKNOWN_HOST,
         "networks": {"Ethernet": ETHERNET},
     },
     "H100-NVL": _PCIE_5_NODE
@@ -324,6 +338,11 @@ _HOPPER: dict[str, dict[str, Any]] = {
     )
     | {
         "host_memory": number("2560GiB", "Azure NC80adis_H100_v5: 640 GiB for 2 H100 NVL, four times that"),
+        **host_processors(
+            "1536GB/s",
+            320,
+            "Azure NC80adis_H100_v5: 80 of 96 cores of an EPYC of 12 x DDR5-4800, four times that",
+        ),
         "networks": {"Ethernet": ethernet("40Gb/s", "Azure NC80adis_H100_v5: 80 Gb/s for 2 H100 NVL")},
     },
     "GH200": gpu(
@@ -345,6 +364,9 @@ _HOPPER: dict[str, dict[str, Any]] = {
             False,
         ),
         "host_memory": number("480GB", "JUPITER: 120 GB LPDDR5X for each GH200"),
+        **host_processors(
+            "2048GB/s", 288, "NVIDIA GH200 datasheet: 72 cores, up to 512 GB/s, four times that"
+        ),
         "host_link": c2c("450GB/s", "NVIDIA GH200 datasheet: NVLink-C2C 900 GB/s, both directions"),
         "networks": {"InfiniBand": infiniband("200Gb/s", "JUPITER: 4 x 200 Gb/s NDR200 for 4 GH200")},
     },
@@ -378,6 +400,7 @@ _BLACKWELL: dict[str, dict[str, Any]] = {
             "900GB/s", "NVIDIA HGX B200 datasheet: NVLink 1.8 TB/s, both directions", 0.802, True
         ),
         "host_memory": number("2TiB", "NVIDIA DGX B200 datasheet: 2 TB"),
+        **host_processors("716.8GB/s", 112, "NVIDIA DGX B200: 2 Xeon 8570, each 56 cores and 8 x DDR5-5600"),
         "host_link": pcie_to_host("63GB/s", "PCIe 5.0 x16"),
         "networks": {
             "InfiniBand": infiniband("400Gb/s", "NVIDIA DGX B200: 8 x 400 Gb/s for 8 GPUs"),
@@ -427,6 +450,7 @@ _BLACKWELL: dict[str, dict[str, Any]] = {
             "900GB/s", "NVIDIA HGX B300 specifications: NVLink 1.8 TB/s, both directions", 0.802, True
         ),
         "host_memory": number("2TiB", "NVIDIA DGX B300 datasheet: 2 TB"),
+        **host_processors("819.2GB/s", 128, "NVIDIA DGX B300: 2 Xeon 6776P, each 64 cores and 8 x DDR5-6400"),
         "host_link": pcie_to_host("63GB/s", "PCIe 5.0 x16 of the CPUs of a DGX B300"),
         "networks": {
             "InfiniBand": infiniband("800Gb/s", "NVIDIA DGX B300: 8 x 800 Gb/s for 8 GPUs"),

@@ -34,7 +34,7 @@ from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.mesh_problem import RELATIVE_GAP, Known, MeshProblem, StepProblem, TooLargeError
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, LATEST, Options, Progress
-from autoshard.search.plan.decisions import EDITED, apart, hosted, node_names
+from autoshard.search.plan.decisions import EDITED, apart, hosted, node_names, updated_there
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.estimates import estimate
 from autoshard.search.plan.executors import JIT
@@ -521,6 +521,7 @@ def _step_problem(
         program = program or fold(flatten(split), marks)
         sites, offloaded_sites = RetentionCodec(program).read(retention, place)
     on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
+    updated = updated_there(split, plan.decisions, on_host, cluster, place)
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
@@ -540,6 +541,7 @@ def _step_problem(
         known=program,
         clock=WorkClock(),
         like=like.graph.folded if like else None,
+        updated=updated,
     )
 
 

@@ -134,6 +134,7 @@ class StepProblem:
       known: the traced step's folded program, if it was made before.
       sites: ops of the traced step that are recomputed in the backward phase.
       hosted: arguments that rest in host memory.
+      updated: those of them that the host updates.
       offloaded_sites: ops whose results are offloaded to the host until the backward phase.
       rewritten: the step with this recomputation and offloading.
       graph: the strategy graph.
@@ -149,6 +150,7 @@ class StepProblem:
     known: FoldedProgram | None
     sites: frozenset[Site]
     hosted: frozenset[int]
+    updated: frozenset[int]
     offloaded_sites: frozenset[Site]
     rewritten: Offloaded
     graph: StrategyGraph
@@ -172,6 +174,7 @@ class StepProblem:
         clock: SearchClock = PROCESSOR,
         like: FoldedProgram | None = None,
         as_run: Callable[[FlatProgram], FlatProgram] = lambda program: program,
+        updated: frozenset[int] = frozenset(),
     ) -> "StepProblem":
         """Prepares a step for a device.
 
@@ -187,11 +190,12 @@ class StepProblem:
           clock: the clock of its searches.
           like: the folded program of the shortened step. This step is folded accordingly.
           as_run: makes the flat program that runs, if it is not one program.
+          updated: arguments in host memory that the host updates.
         """
         stacked = in_loops(step.graph, offloaded_sites)
         residuals = frozenset(v for (i,) in offloaded_sites - stacked for v in step.graph.ops[i].outputs)
         again = loops_offloaded(recomputed(step, sites), step.graph, stacked)
-        rewritten = offloaded(again, hosted, residuals)
+        rewritten = offloaded(again, hosted, residuals, updated)
         program = as_run(flatten(rewritten.step))
         folded = fold(program, marks) if like is None else folded_like(program, like)
         folded = separate(folded, decided) if decided else folded
@@ -200,7 +204,7 @@ class StepProblem:
         live_ranges = LiveRanges(graph, fusion)
         items = live_ranges.items(), live_ranges.host_items()
         clock.spend(OP_S * len(folded.program.ops))
-        given = step, tuple(marks), known, sites, hosted, offloaded_sites
+        given = step, tuple(marks), known, sites, hosted, updated, offloaded_sites
         return cls(*given, rewritten, graph, kernels(fusion, groups), live_ranges, *items, clock)
 
     def on_devices(self, device: Device) -> "StepProblem":

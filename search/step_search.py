@@ -8,7 +8,9 @@
    these steps decides: if it misses the cap, 4 comes first.
 4. If no plan fits, or the cap makes the step slower, 1 and 3 are repeated for variants of the step, the most promising
    first: in microbatches, with arguments in host memory, or both (`search.variants`).
-5. The best plan's rewritten step is tried on the other meshes. If there is no plan, the plan of the smallest peak is tried.
+5. State on the host is updated there at first if that takes less time than its copies would, and in the best plan also
+   in the other place (`search.memory.host_updates`).
+6. The best plan's rewritten step is tried on the other meshes. If there is no plan, the plan of the smallest peak is tried.
 
 A rewritten step computes all that the baseline computes, so lower bounds on uncapped baselines hold for it, too. Loops
 are the exception: to recompute may be faster than to stack residuals, and the bounds fall by the estimated gain.
@@ -16,6 +18,7 @@ are the exception: to recompute may be faster than to stack residuals, and the b
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, islice
@@ -28,9 +31,10 @@ from autoshard.search.finer_meshes import FinerMeshes
 from autoshard.search.found import Found, NotFasterError
 from autoshard.search.host_arguments import HostArguments
 from autoshard.search.memory.batch_states import NotSplittableError
+from autoshard.search.memory.host_updates import host_updates, least_copy_s, least_update_s, updatable
 from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.memory.residuals import has_loops
-from autoshard.search.mesh_problem import RELATIVE_GAP, ROUNDING, Known, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import RELATIVE_GAP, ROUNDING, UNKNOWN, Known, MeshProblem, StepProblem
 from autoshard.search.options import OFFLOADED, RESIDUALS
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
 from autoshard.search.recomputation import (
@@ -41,9 +45,11 @@ from autoshard.search.recomputation import (
     in_order,
     without_cap,
 )
+from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.trials import Baseline, Bounds, Trials
 from autoshard.search.variants import Saving, Variant, Variants
+from autoshard.search.warm_starts import for_rewritten_step
 
 FIRST_SHARE = 0.2
 """Share of the time for the baseline and all steps that recompute. The fastest mesh may take it under the cap before
@@ -132,6 +138,7 @@ class StepSearch:
             return smallest
         if self.trials.rival and self.best is self.trials.rival.found:
             raise NotFasterError
+        self._updated_elsewhere(self.best)
         if self.best.step_problem is not first.step_problem:
             self._on_other_meshes(self.best, first.step_problem)
         best, finer = self.finer.finish(self.best, first.step_problem, self.floors_s)
@@ -403,6 +410,24 @@ class StepSearch:
                 working_bytes = self.working_bytes if count == 1 else 0.0
                 if (kinds or count > 1) and not self.host_arguments.is_too_much(hosted, working_bytes):
                     yield Variant(count, kinds)
+
+    def _updated_elsewhere(self, best: Found) -> None:
+        """Looks for a better plan with the updates of hosted state in the other place: on the host, or on the device."""
+        before = best.step_problem
+        if not before.hosted or not self.cluster.host_update_bytes_per_s:
+            return
+        of_step = before.traced, host_updates(before.traced, before.hosted), self.cluster
+        gain_s = min(best.device.waited_s, 2 * least_copy_s(*of_step))  # copies one way after the other
+        if not before.updated and least_update_s(*of_step) >= gain_s:
+            return
+        self.progress("updated on the device" if before.updated else "updated on the host")
+        updated = frozenset[int]() if before.updated else updatable(before.traced, before.hosted)
+        step_problem = self.trials.updating_there(before, updated)
+        on_mesh = self.trials.put_on(step_problem, best.on_mesh.shape)
+        known = UNKNOWN
+        with suppress(NoFitError):
+            known = Known(for_rewritten_step(best.on_mesh, best.labels, on_mesh))
+        self.trials.improve(step_problem, on_mesh, self.options.limit_s / 4, known=known)
 
     def _kinds_on_host(self) -> Iterator[tuple[str, ...]]:
         """Kinds of arguments that may rest in host memory together: none, one, and more and more."""

@@ -15,6 +15,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.units import format_mesh
 from autoshard.search.found import Found, Rival
 from autoshard.search.ir.graph import Site, Step
+from autoshard.search.memory.host_updates import host_updates, least_copy_s, least_update_s, updatable
 from autoshard.search.mesh_problem import (
     NO_CAP,
     RELATIVE_GAP,
@@ -257,9 +258,24 @@ class Trials:
 
     def made_ready(self, step: Step, hosted: frozenset[int] = frozenset()) -> StepProblem:
         """A step without extra recomputation, with some arguments in host memory, prepared for all meshes."""
-        step_problem = StepProblem.of(step, self.marks, self.cluster.device, hosted=hosted, clock=self.clock)
+        step_problem = StepProblem.of(
+            step,
+            self.marks,
+            self.cluster.device,
+            hosted=hosted,
+            clock=self.clock,
+            updated=self._updated_there(step, hosted),
+        )
         self.watch.lap("graph")
         return step_problem
+
+    def _updated_there(self, step: Step, hosted: frozenset[int]) -> frozenset[int]:
+        """The arguments that the host updates at first: all that it can, if its memory is faster for them than the bus."""
+        if not hosted or not self.cluster.host_update_bytes_per_s:
+            return frozenset()
+        updates, cluster = host_updates(step, hosted), self.cluster
+        is_faster = least_update_s(step, updates, cluster) < least_copy_s(step, updates, cluster)
+        return updatable(step, hosted) if is_faster else frozenset()
 
     def on_all_meshes(self, step_problem: StepProblem) -> tuple[MeshProblem, ...]:
         """A step's problem on each mesh."""
@@ -277,8 +293,25 @@ class Trials:
             offloaded_sites,
             known=baseline.traced_program,
             clock=self.clock,
+            updated=baseline.updated,
         )
         self._rewritten[key] = step_problem
+        self.watch.lap("graph")
+        return step_problem
+
+    def updating_there(self, before: StepProblem, updated: frozenset[int]) -> StepProblem:
+        """A prepared step whose host updates these arguments, which rest in its memory."""
+        step_problem = StepProblem.of(
+            before.traced,
+            self.marks,
+            self.cluster.device,
+            before.sites,
+            before.hosted,
+            before.offloaded_sites,
+            known=before.traced_program,
+            clock=self.clock,
+            updated=updated,
+        )
         self.watch.lap("graph")
         return step_problem
 

@@ -14,8 +14,8 @@ from autoshard.search.plan.values import Candidate
 MAX_CANDIDATES = 40
 """Candidates in a file, those with the least bound: a line each in a report."""
 
-_Key = tuple[int, frozenset, frozenset, frozenset, tuple[int, ...]]
-"""Number of microbatches, recomputed ops, offloaded residuals, arguments on the host, and the mesh."""
+_Key = tuple[int, frozenset, frozenset, frozenset, frozenset, tuple[int, ...]]
+"""Number of microbatches, recomputed ops, offloaded residuals, arguments on the host and updated there, and the mesh."""
 
 
 class Tried:
@@ -39,7 +39,7 @@ class Tried:
 
     def _known(self, step: StepProblem, shape: tuple[int, ...]) -> tuple[_Key, Candidate]:
         parts = step.traced.num_microbatches
-        key = parts, step.sites, step.offloaded_sites, step.hosted, shape
+        key = parts, step.sites, step.offloaded_sites, step.hosted, step.updated, shape
         fresh = Candidate(shape, parts, len(step.sites), len(step.offloaded_sites), len(step.hosted))
         return key, self._by_key.get(key, fresh)
 

@@ -18,7 +18,7 @@ The participating devices are printed in one of four forms:
 In every form, `axes` are the axes of *our* mesh along which the members of a group differ.
 
 A layout with `S(5)` means host memory. A host copy is a `copy`, or a slice of a stack in host memory (the residuals
-of a loop), each synchronous or a pair of `-start` and `-done`.
+of a loop), each synchronous or a pair of `-start` and `-done`. A call to the host (`HostExecute`) also copies.
 
 Written against the text of JAX 0.11 and 0.12 (XLA of 2026; `xla/hlo/ir/replica_group.cc`,
 `mesh_and_axis.cc`).
@@ -187,11 +187,26 @@ _HOST = re.compile(r"S\(5\)")
 _CROSSERS = re.compile(r"(?:copy|fusion|async|dynamic-slice|dynamic-update-slice)(?:-start)?")
 
 
+_HOST_CALL = 'custom_call_target="HostExecute"'
+"""In the attributes of a call to the host. Its operands and results that are on the device are copied by the call."""
+
+_ELEMENT = re.compile(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?")
+
+
+def _is_on_device(type_text: str) -> bool:
+    """True for an array in a device's memory; scalars do not count."""
+    return "[]" not in type_text and not _HOST.search(type_text)
+
+
 def _crossing(instructions: Sequence[Instruction]) -> Iterator[tuple[str, int]]:
     """(Direction, bytes) for each host copy of one computation."""
     types = {i.name: i.type for i in instructions}
     made = {i.operands[0]: i.type for i in instructions if i.opcode.endswith("-done")}
     for i in instructions:
+        if _HOST_CALL in i.attributes:
+            read, results = [types.get(o, "") for o in i.operands], made.get(i.name, i.type)
+            yield from ((TO_HOST, num_bytes_of(o)) for o in read if _is_on_device(o))
+            yield from ((FROM_HOST, num_bytes_of(o)) for o in _ELEMENT.findall(results) if _is_on_device(o))
         if not _CROSSERS.fullmatch(i.opcode):
             continue
         result, operands = made.get(i.name, i.type), [types.get(o, "") for o in i.operands]

@@ -42,6 +42,7 @@ import numpy as np
 from jax._src import core as jax_core
 from jax._src import distributed, source_info_util
 from jax._src.lax import lax
+from jax.experimental import compute_on
 from jax.extend import core as jex_core
 from jaxlib import xla_client
 
@@ -424,6 +425,13 @@ def one_by_one(eqn: Any) -> Iterator[tuple[dict[str, Any], slice]]:
             target = None if was_on_host == goes_to_host else there
         one = {**params, "devices": (target,), "srcs": (source,), "copy_semantics": (semantics,)}
         yield one, slice(n, n + 1)
+
+
+def on_host(function: Any) -> Any:
+    """A function of arrays in the host's memory, computed by its processors; the results stay there. (Earlier releases of
+    JAX call it `compute_on2`, and have another `compute_on`.)"""
+    of_arrays = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
+    return of_arrays(function, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
 
 
 def host_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:

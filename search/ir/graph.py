@@ -147,6 +147,11 @@ class Op:
         return self.name == "device_put" and _jax.names_memory(self.params)
 
     @property
+    def is_host_update(self) -> bool:
+        """True if the host computes it, in its own memory (`search.memory.host_updates`)."""
+        return self.name == "host_update"
+
+    @property
     def loop_counts(self) -> tuple[int, int]:
         """The numbers of constants and of carries among the inputs of a `scan`, which begin with them in this order."""
         return _jax.scan_counts(self.params)

@@ -10,6 +10,7 @@ barrier's other operands read the barrier's results: the compiler removes result
 (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari et al. 2021, offload whole optimizers and layers.)
 
 A phase that reads nothing but rows of a table, or replaces them, does so in the host's memory (`search.memory.host_rows`).
+State that the host's processors update does not come at all for the update (`search.memory.host_updates`).
 
 Ops keep their order, except updates: each moves to its gradient, because late updates would hold all gradients.
 """
@@ -25,6 +26,8 @@ import jax
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, verify
 from autoshard.search.memory.fetches import Fetch, fetches
 from autoshard.search.memory.host_rows import bounded, by_rows, filled, is_filled
+from autoshard.search.memory.host_update_ops import with_host_updates
+from autoshard.search.memory.host_updates import host_updates
 from autoshard.search.memory.retyped import retyped_by_phase
 from autoshard.search.memory.written import Written
 
@@ -96,25 +99,35 @@ def may_wait(graph: Graph, v: int) -> bool:
     return graph.values[v].num_bytes >= MIN_BYTES
 
 
-def offloaded(step: Step, hosted: frozenset[int], residuals: frozenset[int] = frozenset()) -> Offloaded:
+def offloaded(
+    step: Step,
+    hosted: frozenset[int],
+    residuals: frozenset[int] = frozenset(),
+    updated: frozenset[int] = frozenset(),
+) -> Offloaded:
     """The step with some arguments and some residuals in the host's memory.
 
     Args:
       step: a step.
       hosted: numbers of arguments, of those that `may_rest_on_host` lists.
       residuals: values of the forward phase to offload until the backward phase; small ones stay on the device.
+      updated: the hosted arguments that the host updates (`search.memory.host_updates`).
 
     Returns:
       The given step if neither is named.
     """
     if not hosted and not residuals:
         return Offloaded(step, tuple(range(len(step.graph.ops))))
-    retyped = retyped_by_phase(step.graph, [step.graph.inputs[i] for i in sorted(hosted)])
-    rewriting = _Rewriting(replace(step, graph=retyped.graph), hosted, residuals - retyped.made_again)
+    named, updates = {step.graph.inputs[i] for i in updated}, host_updates(step, hosted) if updated else ()
+    together, before = with_host_updates(step, [one for one in updates if not named.isdisjoint(one.state)])
+    retyped = retyped_by_phase(together.graph, [step.graph.inputs[i] for i in sorted(hosted)])
+    rewriting = _Rewriting(replace(together, graph=retyped.graph), hosted, residuals - retyped.made_again)
     graph = rewriting.run()
     verify(graph)
-    there = (rewriting.origin.get(i, -1) for i in range(len(graph.ops)))
-    return Offloaded(replace(step, graph=graph), tuple(-1 if n < 0 else retyped.origin[n] for n in there))
+    origin = (rewriting.origin.get(i, -1) for i in range(len(graph.ops)))
+    for earlier in (retyped.origin, before):
+        origin = [-1 if n < 0 else earlier[n] for n in origin]
+    return Offloaded(replace(step, graph=graph), tuple(origin))
 
 
 class _Rewriting:
@@ -128,11 +141,14 @@ class _Rewriting:
         waiting = [v for v in sorted(residuals) if may_wait(self.graph, v)]
         self.by_rows = by_rows(self.graph, on_host, new_state)
         whole = [v for v in on_host if (v, Phase.UPDATE) not in self.by_rows]
+        updated = {v for op in self.graph.ops if op.is_host_update for v in op.operands}
+        self.read_here = {v for op in self.graph.ops if not op.is_host_update for v in op.operands}
+        served = self.by_rows | {(v, Phase.UPDATE) for v in on_host if v in updated}
         self.stored = {a for v in whole if isinstance(a := new_state.get(v), int)} | set(waiting)
         self.new_state = frozenset(a for a in new_state.values() if isinstance(a, int))
         frozen = {v for v in on_host if v not in new_state}
         self.sliced = _sliced(self.graph, frozen)
-        self.plan = fetches(self.graph, on_host, waiting, new_state, self.sliced, self.by_rows)
+        self.plan = fetches(self.graph, on_host, waiting, new_state, self.sliced, served)
         self.pauses = {**self.plan.departures, **self.plan.pauses}
         values = list(self.graph.values)
         for v in on_host:
@@ -172,10 +188,26 @@ class _Rewriting:
         )
         self.origin[len(self.written.ops)] = n
         op = op if inputs == op.inputs else replace(op, inputs=inputs)
+        if op.is_host_update:
+            self._update_there(op)
+            return
         self.written.ops.append(_fetching_slices(op, slices) if slices else op)
         for v in op.outputs:
             if v in self.stored:
                 self.on_host[v] = self._copied(v, to_host, op)
+
+    def _update_there(self, op: Op) -> None:
+        """Writes an update by the host. Results that the device reads, or that rest there, are fetched."""
+        stays = [v in self.stored and v not in self.read_here for v in op.outputs]
+        pairs = zip(op.outputs, stays, strict=True)
+        made = tuple(v if stay else self.written.new(self.written.values[v]) for v, stay in pairs)
+        self.written.ops.append(replace(op, outputs=made))
+        for v, there in zip(op.outputs, made, strict=True):
+            if v in self.stored:
+                self.on_host[v] = there
+            if v != there:
+                self.written.values[v] = replace(self.written.values[v], is_on_host=False)
+                self.written.write(to_device, [there], op, v)
 
     def _serve(self, n: int) -> None:
         """Writes an op that looks up or replaces rows of an array in the host's memory."""
@@ -305,6 +337,7 @@ def _ranks(
         made = [newest[maker[v]] for v in op.operands if v in maker] if op.phase is Phase.UPDATE else [i]
         newest.append(max(made, default=-1))
     ranks = [(a, 1) if a == i else (a, 2) if a >= 0 else (i, 1) for i, a in enumerate(newest)]
+    ranks = [(len(ranks), 1) if op.is_host_update else r for op, r in zip(graph.ops, ranks, strict=True)]
     ranks += [(node.first, 0) for node in nodes if isinstance(node, Fetch)]
     for n, node in enumerate(nodes):
         if isinstance(node, Fetch) and needs[n]:

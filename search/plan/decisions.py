@@ -24,13 +24,16 @@ from math import prod
 
 import numpy as np
 
+from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, format_spec, parse_spec
+from autoshard.search.memory.host_updates import updatable
 from autoshard.search.memory.offload import MIN_BYTES, may_rest_on_host
 from autoshard.search.plan.edits import Decision
 from autoshard.search.plan.names import scoped_name, unique
+from autoshard.search.plan.resting_places import ON_HOST, UPDATED, is_on_host, without_place
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import Decisions, Sharding
 from autoshard.search.problem.costs import CostedGraph
@@ -38,9 +41,6 @@ from autoshard.search.problem.flat_program import FlatOp, ReadPhase
 from autoshard.search.problem.op_groups import OpGroup
 from autoshard.search.problem.strategies import port_specs
 from autoshard.search.problem.strategy_graph import Maker, Port, StrategyGraph
-
-ON_HOST = " on host"
-"""Suffix of the spec of an argument that rests in the host's memory."""
 
 ARGUMENT, EDITED = 1, 2
 """Firmness of decisions: of an argument, and of an edit; others are looser."""
@@ -77,7 +77,7 @@ def hosted(step: Step, decisions: Sharding, place: str) -> frozenset[int]:
     may, found = may_rest_on_host(step), set[int]()
     for i, argument in enumerate(step.arguments):
         is_there = step.graph.values[step.graph.inputs[i]].is_on_host
-        if not is_there and decisions.arguments.get(argument.name, "").endswith(ON_HOST):
+        if not is_there and is_on_host(decisions.arguments.get(argument.name, "")):
             if i not in may:
                 raise PlanError(
                     f"{place}: {argument.name} cannot rest on the host: it is neither state of the step nor a frozen "
@@ -86,6 +86,37 @@ def hosted(step: Step, decisions: Sharding, place: str) -> frozenset[int]:
                 )
             found.add(i)
     return frozenset(found)
+
+
+def updated_there(
+    step: Step, decisions: Sharding, on_host: frozenset[int], cluster: Cluster, place: str
+) -> frozenset[int]:
+    """The arguments that a plan has the host update.
+
+    Args:
+      step: the step.
+      decisions: the plan's.
+      on_host: the arguments that it rests in the host's memory.
+      cluster: the cluster that runs it.
+      place: the plan's name, for messages.
+
+    Raises:
+      PlanError: one that the host cannot update, or a cluster that does not say how fast its hosts are.
+    """
+    named = {i: step.arguments[i].name for i in sorted(on_host)}
+    asked = {i: name for i, name in named.items() if decisions.arguments[name].endswith(UPDATED)}
+    if asked and not cluster.host_update_bytes_per_s:
+        raise PlanError(
+            f"{place}: {next(iter(asked.values()))} is to be updated on the host, and {cluster.name} does not say how fast "
+            f"its hosts are. Say it (host_memory_bandwidth_per_node, host_cores_per_node), or leave out {UPDATED!r}"
+        )
+    may = updatable(step, on_host) if asked else frozenset[int]()
+    for name in (name for i, name in asked.items() if i not in may):
+        raise PlanError(
+            f"{place}: {name} cannot be updated on the host: its new value takes more than elementwise ops on arrays of "
+            f"its shape, such as a norm or a product. Leave out {UPDATED!r}"
+        )
+    return frozenset(asked)
 
 
 def apart(step: Step, decisions: Sharding) -> tuple[tuple[str | None, ...], ...]:
@@ -185,8 +216,11 @@ class DecisionCodec:
         return texts
 
     def _where(self, op: FlatOp) -> str:
-        is_hosted = op.name == "input" and self.costed.graph.folded.program.values[op.results[0]].is_on_host
-        return ON_HOST if is_hosted else ""
+        program = self.costed.graph.folded.program
+        if op.name != "input" or not program.values[op.results[0]].is_on_host:
+            return ""
+        is_updated = any(program.ops[u].is_host_update for u in program.uses.get(op.results[0], ()))
+        return ON_HOST + UPDATED * is_updated
 
     def _specs(self, port: Port) -> list[str]:
         return self._spec_texts(port_specs(port, self.costed.strategies[port.node]))
@@ -257,7 +291,7 @@ class DecisionCodec:
         """The strategies that a decision leaves to its node."""
         name = self.names[node][0]
         if self._kind(node) == "arguments":
-            return self.resting(node, self.parse(text.removesuffix(ON_HOST), name, place), name, place)
+            return self.resting(node, self.parse(without_place(text), name, place), name, place)
         return np.array([self._lookup(node, name, text, place)])
 
     def firmness(self, decisions: Sharding, edited: Collection[Decision]) -> dict[int, int]:

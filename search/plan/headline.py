@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from autoshard.cost_model.cluster import Cluster
+from autoshard.search.plan.resting_places import UPDATED, is_on_host
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 
@@ -216,8 +217,9 @@ def _memory_savers(plan: PlanShape) -> list[str]:
         texts.append("tables updated by rows")
     if any("offload" in text for text in plan.retention.values()):
         texts.append("residuals offloaded")
-    if any(spec.endswith("on host") for spec in plan.arguments.values()):
-        texts.append("state on the host")
+    if any(map(is_on_host, plan.arguments.values())):
+        is_updated = any(spec.endswith(UPDATED) for spec in plan.arguments.values())
+        texts.append("state on the host" + UPDATED * is_updated)
     return texts
 
 

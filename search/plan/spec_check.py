@@ -6,7 +6,8 @@ this check, and by whoever has no step at hand.
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.ir.spec import parse_spec
-from autoshard.search.plan.decisions import ON_HOST, SPEC
+from autoshard.search.plan.decisions import SPEC
+from autoshard.search.plan.resting_places import without_place
 from autoshard.search.plan.values import Sharding
 
 
@@ -17,7 +18,7 @@ def check_specs(decisions: Sharding, place: str) -> None:
       PlanError: a spec that cannot be; names its decision.
     """
     for name, text in decisions.arguments.items():
-        _check(text.removesuffix(ON_HOST), True, decisions, f"{place}: {name}")
+        _check(without_place(text), True, decisions, f"{place}: {name}")
     for table in (decisions.ops, decisions.copies):
         for name, text in table.items():
             _check(text, False, decisions, f"{place}: {name}")

@@ -128,7 +128,7 @@ class Sharding:
     Attributes:
       mesh: size of each mesh axis by name, outermost first.
       arguments: per argument of the step, by pytree path: the spec it rests in, such as `P('data', None)` or
-        `P('model') on host`.
+        `P('model') on host`, with `, updated there` if the host updates it.
       ops: per class of ops, by name: the specs that it reads and makes, such as `P('data'), P() -> P('data')`.
       copies: per value that is resharded for a phase, by its op's name: its spec there and how it comes by it.
       group: the group of nodes that it is for, on a cluster with several kinds of node.

@@ -255,6 +255,8 @@ class CostedGraph:
         if op.name in ATTENTIONS:
             return self._attention_seconds(op_class)
         num_bytes = self.moved_bytes(op_class)
+        if op.is_host_update:
+            return self._host_update_seconds(op_class, num_bytes)
         if op.operands and folded.program.values[op.operands[0]].is_on_host:
             return self.resharder.mesh.cluster.host_link.copy_s(num_bytes)
         if op.name in STEPS:
@@ -266,6 +268,20 @@ class CostedGraph:
             return np.asarray(kernel_s(self.device, num_bytes, self._flops(op_class)))
         peak_flops_per_s = self.product_flops_per_s(op)
         return np.asarray(product_s(self.device, self._product(op_class), num_bytes, peak_flops_per_s))
+
+    def _host_update_seconds(self, op_class: int, num_bytes: np.ndarray) -> np.ndarray:
+        """[strategies]: seconds of one update by the host, with the copies of its results to the device: XLA:GPU copies
+        none before all updates are over."""
+        program, node = self.graph.folded.program, self.graph.node_of[op_class]
+        results, cluster = self.graph.folded.op(op_class).results, self.resharder.mesh.cluster
+        copied = [
+            r
+            for r, v in enumerate(results)
+            if any(program.ops[u].is_transfer for u in program.uses.get(v, ()))
+        ]
+        copied_bytes = self._bytes(node, tuple(((op_class, r, True), 1.0) for r in copied))
+        back_s = cluster.host_link.copy_s(copied_bytes) if copied else 0.0
+        return num_bytes / cluster.host_update_bytes_per_s + back_s
 
     def _attention_seconds(self, op_class: int) -> np.ndarray:
         """[strategies]: seconds of one run of a blockwise attention."""

@@ -93,6 +93,11 @@ class FlatOp:
         return self.op is not None and self.op.is_transfer
 
     @property
+    def is_host_update(self) -> bool:
+        """Whether the host computes it, in its own memory."""
+        return self.op is not None and self.op.is_host_update
+
+    @property
     def is_accumulator(self) -> bool:
         """Whether it is the sum of a loop, from zeros on."""
         return self.name == "carry" and self.rule.is_additive

@@ -118,7 +118,8 @@ class FoldedProgram:
         op = self.op(op_class)
         is_stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
         is_light = not (is_stuck or op.rule.windows)
-        return is_light and not (op.is_boundary or op.is_transfer or self.is_heavy[op_class])
+        is_alone = op.is_boundary or op.is_transfer or op.is_host_update
+        return is_light and not (is_alone or self.is_heavy[op_class])
 
     @staticmethod
     def _heavy(op: FlatOp) -> bool:

@@ -137,9 +137,24 @@ class LiveRanges:
         stored = (
             v
             for v in made
-            if self.fusion.is_stored(v) and not (self._is_new_state(v) or self._is_slice_of_stack(v))
+            if self.fusion.is_stored(v)
+            and not (self._is_new_state(v) or self._is_slice_of_stack(v) or self._is_in_host_update(v))
         )
-        return tuple(self._with_equivalents([item for v in stored for item in self._of_value(v)]))
+        found = [item for v in stored for item in self._of_value(v)]
+        return tuple(self._with_equivalents([*found, *self._of_host_updates()]))
+
+    def _of_host_updates(self) -> Iterator[LiveRange]:
+        """All that one call to the host reads and makes, besides its arguments, until the last update is over. New state
+        stays; it is not written over the old."""
+        updates = [i for i, op in enumerate(self.program.ops) if op.is_host_update]
+        touched = (v for i in updates for v in (*self.program.ops[i].operands, *self.program.ops[i].results))
+        for v in dict.fromkeys(touched):
+            i, r = self.maker[v]
+            op, op_class = self.program.ops[i], self.folded.class_of[i]
+            if op.name != "input":
+                end = len(self.program.ops) - 1 if self._is_new_state(v) else updates[-1]
+                port, num_bytes = self.graph.ports[op_class, r, True], self.program.values[v].num_bytes
+                yield LiveRange(port, num_bytes, i, end, None, Resident.TEMPORARIES, i)
 
     def _with_equivalents(self, items: Sequence[LiveRange]) -> Iterator[LiveRange]:
         """Live ranges, with those of the arrays for which one stands (`search.problem.repeats`)."""
@@ -160,6 +175,13 @@ class LiveRanges:
                 others = self.program.ops[item.position].repeats - 1
                 if others and start is not None:
                     yield replace(item, num_bytes=others * item.num_bytes, start=start)
+
+    def _is_in_host_update(self, v: int) -> bool:
+        """Whether an update by the host reads or makes a value; arguments count by themselves."""
+        maker, readers = self.program.ops[self.maker[v][0]], self.uses.get(v, ())
+        return maker.name != "input" and any(
+            op.is_host_update for op in (maker, *(self.program.ops[u] for u in readers))
+        )
 
     def _is_slice_of_stack(self, v: int) -> bool:
         """Whether a value is only a loop's part of a stack, read or written in its place."""

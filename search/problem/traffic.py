@@ -140,7 +140,9 @@ class Traffic:
     def _computing(self) -> np.ndarray:
         """By position: computing runs of an op in a step."""
         ops = self.graph.folded.program.ops
-        return np.array([0 if op.is_boundary or op.is_transfer else op.count for op in ops])
+        return np.array(
+            [0 if op.is_boundary or op.is_transfer or op.is_host_update else op.count for op in ops]
+        )
 
     @cached_property
     def _parts(self) -> np.ndarray:

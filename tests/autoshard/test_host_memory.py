@@ -1,5 +1,7 @@
 """State that a step itself keeps in the host's memory: it stays there, in and out, and the numbers are one device's."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 
 import autoshard
 from autoshard import placing
+from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
+from tests.search.adamw import adamw_chain
 from tests.search.lora import lora_chain
 
 pytestmark = pytest.mark.devices
@@ -96,6 +100,29 @@ def test_frozen_weights_that_move_to_the_host_in_each_call_are_warned_of(monkeyp
     _, planned, args = frozen_step()
     with pytest.warns(autoshard.AutoshardWarning, match=r"move in each call: base\[0\], base\[1\]"):
         planned(*args)
+
+
+def test_state_that_the_host_updates_moves_there_once(monkeypatch, tmp_path):
+    """It is not donated, and yet no call moves it again. Its plan's file runs as well as the search does."""
+    monkeypatch.setattr(placing, "LARGE_BYTES", 1)
+    cluster = dataclasses.replace(parse_cluster("8xCPU"), host_bytes_per_s=1e13, host_cores=1000)
+    step, *shapes = adamw_chain(num_layers=1, width=256, rows=16)
+    planned = autoshard.parallelize(step, cluster=cluster, offload=("optimizer_state",), mesh=(8,))
+    wanted, got = (jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), shapes) for _ in range(2))
+    wanted[1], got[1] = (jax.tree.map(jnp.zeros_like, state) for _, state, _ in (wanted, got))
+    for _ in range(2):
+        got[0], got[1], own = planned(*got)
+        wanted[0], wanted[1], loss = jax.jit(step)(*wanted)
+        assert kinds(got[:2]) == ["device"] * 2 + ["pinned_host"] * 2
+        assert_close((got, own), (wanted, loss))
+    assert "state on the host, updated there" in str(planned.plan)
+    planned.plan.save(tmp_path / "plan.json")
+    again = autoshard.parallelize(step, plan=tmp_path / "plan.json")(*wanted)
+    assert_close(again, jax.jit(step)(*wanted))
+
+
+def assert_close(own, wanted):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), own, wanted)
 
 
 def test_each_array_of_a_tree_that_is_put_elsewhere_is_a_copy_of_its_own():

@@ -322,9 +322,13 @@ def test_a_folder_is_no_cluster(tmp_path):
 
 def test_a_source_covers_what_is_below_it(tmp_path):
     data = preset_json()
-    data["sources"] = {
-        key: "measured" for key in ("device", "intra", "inter", "host_link", "host_memory_per_node")
-    }
+    host = (
+        "host_link",
+        "host_memory_per_node",
+        "host_memory_bandwidth_per_node",
+        "host_cores_per_node",
+    )
+    data["sources"] = dict.fromkeys(("device", "intra", "inter", *host), "measured")
     assert parse_cluster(write_file(tmp_path, data)).sources[0] == ("device", "measured")
 
 
@@ -349,6 +353,33 @@ def test_a_share_may_have_a_source_of_its_own(tmp_path):
     cluster = parse_cluster(write_file(tmp_path, data))
     assert cluster.device.matmul_efficiency == 1.0
     assert dict(cluster.sources)["device.matmul_efficiency"] == "measured"
+
+
+def test_a_host_updates_at_the_rate_of_its_memory_or_of_its_cores():
+    node = replace(toy_cluster(), devices_per_node=2, host_bytes_per_s=200e9, host_cores=100)
+    assert node.host_update_bytes_per_s == pytest.approx(0.7 * 200e9 / 2)
+    assert replace(node, host_cores=4).host_update_bytes_per_s == pytest.approx(4 * 15e9 / 2)
+    assert replace(node, host_cores=0).host_update_bytes_per_s == 0.0
+
+
+def test_a_file_that_knows_nothing_of_a_hosts_processors(tmp_path):
+    """As those of earlier versions."""
+    data = preset_json()
+    for key in ("host_memory_bandwidth_per_node", "host_cores_per_node"):
+        del data[key], data["sources"][key]
+    cluster = parse_cluster(write_file(tmp_path, data))
+    assert (cluster.host_bytes_per_s, cluster.host_cores, cluster.host_update_bytes_per_s) == (0.0, 0, 0.0)
+
+
+@pytest.mark.parametrize("wrong", [{"host_bytes_per_s": -1.0}, {"host_cores": -1}])
+def test_a_hosts_processors_are_not_negative(wrong):
+    with pytest.raises(ClusterError, match=r"host (memory bandwidth|cores) per node must be .* not negative"):
+        replace(toy_cluster(), **wrong)
+
+
+def test_a_node_that_is_not_full_has_its_share_of_the_hosts_processors():
+    full, half = parse_cluster("8xH100-80GB"), parse_cluster("4xH100-80GB")
+    assert (half.host_bytes_per_s, half.host_cores) == (full.host_bytes_per_s / 2, full.host_cores / 2)
 
 
 def test_fingerprint_follows_numbers_only():

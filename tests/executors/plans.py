@@ -55,9 +55,10 @@ def drawn(
     seed: int,
     hosted: frozenset[int] = frozenset(),
     offloaded_sites: frozenset[Site] = frozenset(),
+    updated: frozenset[int] = frozenset(),
 ) -> SearchResult:
     """A plan that nobody would choose: each node's labels are ranked at random, and only the impossible is forbidden."""
-    step_problem, on_mesh = _on(step, mesh, hosted, offloaded_sites)
+    step_problem, on_mesh = _on(step, mesh, hosted, offloaded_sites, updated)
     rng, problem = np.random.default_rng(seed), on_mesh.problem
     nodes = tuple(np.where(np.isfinite(c), rng.random(c.shape), np.inf) for c in problem.node_cost_s)
     edges = tuple(replace(e, cost_s=np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in problem.edges)
@@ -108,9 +109,12 @@ def _on(
     mesh: tuple[int, ...],
     hosted: frozenset[int] = frozenset(),
     offloaded_sites: frozenset[Site] = frozenset(),
+    updated: frozenset[int] = frozenset(),
 ) -> tuple[StepProblem, MeshProblem]:
-    devices = cluster(mesh)
-    step_problem = StepProblem.of(step, (), devices.device, hosted=hosted, offloaded_sites=offloaded_sites)
+    devices = replace(cluster(mesh), host_bytes_per_s=1e12, host_cores=100)
+    step_problem = StepProblem.of(
+        step, (), devices.device, hosted=hosted, offloaded_sites=offloaded_sites, updated=updated
+    )
     return step_problem, step_problem.on(devices, mesh)
 
 

@@ -1,5 +1,7 @@
 """What is in the host's memory, as XLA:GPU compiles it: its bytes, its copies, and what is left on the device."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,9 +24,12 @@ SHARE = 0.12
 """By how much a peak may be off. Source: the spread of `benchmarks.truth`."""
 
 
-def verified(offload, num_devices=8, cap_bytes=80 << 30, clip=False, num_layers=NUM_LAYERS, step=None):
+def verified(
+    offload, num_devices=8, cap_bytes=80 << 30, clip=False, num_layers=NUM_LAYERS, step=None, **host
+):
+    """A plan, compiled; `host` are numbers of the cluster's hosts."""
     step = step or trace(*adamw_chain(num_layers, WIDTH, 8192, 1.0 if clip else None))
-    cluster = parse_cluster(f"{num_devices}xH100-80GB")
+    cluster = replace(parse_cluster(f"{num_devices}xH100-80GB"), **host)
     options = Options(cap_bytes, (num_devices,), remat="never", offload=offload, microbatches=1)
     found = find(step, cluster, options)
     return CompilerVerifier(cluster, Compiler(), lambda line: None).verified(found, full=True)
@@ -39,6 +44,26 @@ def test_an_optimizers_state_is_on_the_host_between_steps(clip):
     proof = verified(("optimizer_state",), clip=clip)
     assert proof.compiled.host_bytes == proof.predicted.host_bytes == 2 * STATE_BYTES // 8
     assert copied(proof) == dict.fromkeys((TO_HOST, FROM_HOST), (2 * NUM_LAYERS, 2 * STATE_BYTES // 8))
+    assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
+    assert not [c for c in proof.collectives if c.differs]
+
+
+@pytest.mark.parametrize("has_parameters", [False, True])
+def test_a_host_that_updates_gets_gradients_and_keeps_the_state(has_parameters):
+    """Behind a clipping of all gradients. Parameters that rest on the device go there, too, and come back; XLA's runtime
+    keeps room for these on the host, which its compiler does not count. Others come for the two phases that read them."""
+    fast = {"host_bytes_per_s": 1e13, "host_cores": 1000}
+    kinds = ("optimizer_state", *["parameters"] * has_parameters)
+    proof = verified(kinds, clip=True, num_layers=4, **fast)
+    all_bytes = 4 * WIDTH * WIDTH * 4 // 8
+    num_sent, num_fetched = (4, 7) if has_parameters else (8, 4)
+    assert copied(proof) == {
+        TO_HOST: (num_sent, num_sent * all_bytes // 4),
+        FROM_HOST: (num_fetched, num_fetched * all_bytes // 4),
+    }
+    assert proof.compiled.host_bytes == pytest.approx((7 if has_parameters else 6) * all_bytes, rel=1e-3)
+    more_bytes = proof.predicted.host_bytes - proof.compiled.host_bytes
+    assert more_bytes == pytest.approx(0 if has_parameters else all_bytes, abs=1e-3 * all_bytes)
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
     assert not [c for c in proof.collectives if c.differs]
 

@@ -9,10 +9,14 @@ import optax
 
 
 def adamw_chain(
-    num_layers: int, width: int, rows: int, clip: float | None = None
+    num_layers: int,
+    width: int,
+    rows: int,
+    clip: float | None = None,
+    tx: optax.GradientTransformation | None = None,
 ) -> tuple[Callable[..., Any], Any, Any, Any]:
-    """A training step, and the shapes of its parameters, its optimizer's state and its batch."""
-    update = optax.adamw(1e-3)
+    """A training step, and the shapes of its parameters, its optimizer's state and its batch. `tx` replaces AdamW."""
+    update = tx or optax.adamw(1e-3)
     update = update if clip is None else optax.chain(optax.clip_by_global_norm(clip), update)
 
     def step(params, state, x):

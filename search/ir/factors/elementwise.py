@@ -77,7 +77,7 @@ def identity(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) ->
     return loops.rule(dims, dims, is_additive=True)
 
 
-RULES: dict[str, RuleFn] = {
+_POINTWISE: dict[str, RuleFn] = {
     **dict.fromkeys(("add", "sub", "add_any", "neg"), _LINEAR),
     **dict.fromkeys(("mul", "max", "min", "abs", "sign", "square", "integer_pow", "one_minus_square"), _ONE),
     **dict.fromkeys(("eq", "ne", "ge", "gt", "le", "lt", "eq_to", "le_to", "lt_to", "is_finite"), _ONE),
@@ -94,6 +94,14 @@ RULES: dict[str, RuleFn] = {
     **dict.fromkeys(("real", "imag", "complex", "conj", "reduce_precision"), _LINEAR_MOVE),
     "zeros_like": _MOVE,
     "convert_element_type": convert_element_type,
+}
+
+POINTWISE = frozenset(_POINTWISE)
+"""Ops that compute each result element from the operand elements at the same place."""
+
+RULES: dict[str, RuleFn] = {
+    **_POINTWISE,
+    "host_update": _TEN,
     **dict.fromkeys(("copy", "name", "optimization_barrier", "stop_gradient", "stage"), identity),
     **dict.fromkeys(("device_put", "sharding_constraint", "layout_constraint", "reshard"), identity),
 }

@@ -217,6 +217,24 @@ def test_what_goes_to_the_host_and_comes_back(text, count):
     assert host_copies(text) == (HostCopy(TO_HOST, num_bytes, count), HostCopy(FROM_HOST, num_bytes, count))
 
 
+CALLED = """\
+ENTRY %main (p: f32[128,1024], m: f32[128,1024]) -> (f32[128,1024], f32[128,1024]) {
+  %p = f32[128,1024]{1,0} parameter(0)
+  %m = f32[128,1024]{1,0:S(5)} parameter(1)
+  %c = f32[]{:S(5)} parameter(2)
+  %call-start.1 = ((f32[128,1024]{1,0}, f32[128,1024]{1,0:S(5)}, f32[]{:S(5)}), (f32[128,1024]{1,0}, f32[128,1024]{1,0:S(5)}), u32[]) custom-call-start(%p, %m, /*index=2*/%c), async_execution_thread="host", custom_call_target="HostExecute", called_computations={%called}
+  %call-done.1 = (f32[128,1024]{1,0}, f32[128,1024]{1,0:S(5)}) custom-call-done(%call-start.1)
+  %new = f32[128,1024]{1,0} get-tuple-element(%call-done.1), index=0
+  ROOT %tuple = (f32[128,1024]{1,0}) tuple(%new)
+}
+"""
+
+
+def test_a_call_to_the_host_copies_what_is_on_the_device():
+    num_bytes = 4 * 128 * 1024
+    assert host_copies(CALLED) == (HostCopy(TO_HOST, num_bytes, 1), HostCopy(FROM_HOST, num_bytes, 1))
+
+
 def test_a_plain_copy_to_the_host_counts_and_one_on_the_device_does_not():
     text = (
         "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n  %here = f32[8]{0} copy(%p)\n"

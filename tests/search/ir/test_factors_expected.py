@@ -195,6 +195,7 @@ DIRECT: dict[str, tuple[list[Any], list[Any], dict[str, Any], str]] = {
         }.items()
         for name in names
     },
+    "host_update": ([(4, 6), (4, 6), ()], [(4, 6), (4, 6)], {}, "a b, a b, () -> a b, a b"),
     **{
         name: ([(4, 6)], [(4, 6)], {}, "a b -> a b")
         for name in ("sharding_constraint", "layout_constraint", "reshard", "stage", "stop_gradient")
