@@ -9,7 +9,7 @@ XLA:GPU, all reductions of a product on a mesh of three axes, and of a look-up o
   two;
 * results of a look-up in a table whose rows are split, if they are scattered. It makes an all-reduce, and a slice.
 
-It also moves whole parts for a convolution whose halos the program has to exchange by name (`Window.is_named`).
+It also moves whole parts for a convolution whose halos the program has to exchange by name (`has_named_halos`).
 
 For these, each device computes its own terms (`executors.kernels`) and reduces them as planned. The paths to all
 readers must begin alike, and all shapes must split evenly.
@@ -20,9 +20,10 @@ from itertools import takewhile
 
 import numpy as np
 
+from autoshard.search.ir.factors import Kind
 from autoshard.search.ir.graph import Value
 from autoshard.search.ir.sharding import ReshardPath, ReshardStep
-from autoshard.search.ir.spec import PARTIAL, Spec, divides
+from autoshard.search.ir.spec import PARTIAL, WHOLE, Spec, divides
 from autoshard.search.problem.convolution_copies import CONVOLUTION
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.layouts import PRODUCT
@@ -78,9 +79,14 @@ def _is_lost(paths: ReshardPaths, i: int) -> bool:
 
 
 def has_named_halos(op: FlatOp, specs: Sequence[Spec]) -> bool:
-    """True if an op that reads operands in these specs has halos that the program exchanges by name."""
-    named = [window for window in op.rule.windows if window.is_named]
-    return not op.rule.is_on_shards and any(window.dim in specs[window.operand] for window in named)
+    """True if an op that reads operands in these specs has halos that the program exchanges by name. The partitioner also
+    gathers the operands of a kernel's gradient if channels are split besides the rows that it sums over."""
+    factors, operands = op.rule.factors, op.rule.operands
+    split = {dims[d][0] for dims, spec in zip(operands, specs, strict=True) for d in spec if d > WHOLE}
+    has_channels = any(factors[f].kind is Kind.PARALLEL for f in split)
+    rows = (window for window in op.rule.windows if window.factor in split)
+    is_named = any(w.is_named or (has_channels and factors[w.factor].kind is Kind.SUM) for w in rows)
+    return is_named and not op.rule.is_on_shards
 
 
 def _read(paths: ReshardPaths, i: int) -> list[Spec]:

@@ -68,17 +68,20 @@ def drawn(
     return _result(step_problem, on_mesh, solution.labels)
 
 
-def by_rows(step: Step, mesh: tuple[int, ...]) -> SearchResult:
+def by_rows(step: Step, mesh: tuple[int, ...], beside_channels: bool = False) -> SearchResult:
     """The plan in which the first axis splits the first dimension along which windows slide, the second one the second, as
-    far as they divide."""
+    far as they divide; or else the last axis splits rows, and the first one the channels of the results."""
     step_problem, on_mesh = _on(step, mesh)
     graph, strategies = on_mesh.memory.costed.graph, on_mesh.memory.costed.strategies
     nodes = [*on_mesh.problem.node_cost_s]
     for node, group in enumerate(graph.groups):
         rule = graph.folded.op(group.op_classes[0]).rule
-        rows = [group.factor_of[group.op_classes[0], window.factor] for window in rule.windows]
-        if rows:
-            nodes[node] = nodes[node] + (strategies[node].assignment != rows[: len(mesh)]).sum(axis=1)
+        wanted = [window.factor for window in rule.windows][: len(mesh)]
+        if wanted and beside_channels:
+            wanted = [*rule.results[0][-1][:1], wanted[0]]
+        own = [group.factor_of.get((group.op_classes[0], f), -1) for f in wanted]
+        if len(own) == len(mesh):
+            nodes[node] = nodes[node] + (strategies[node].assignment != own).sum(axis=1)
     solution = branch_and_bound.solve(
         branch_and_bound.Problem(tuple(nodes), on_mesh.problem.edges), relative_gap=0.5, time_limit_s=SEARCH_S
     )

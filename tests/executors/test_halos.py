@@ -18,6 +18,7 @@ CASES = {
     "groups": (Grouped(), (1, 128, 16, 3), (4,)),
     "rows": (DownAndUp(), (1, 64, 16, 3), (8,)),
     "rows and columns": (DownAndUp(), (1, 32, 64, 3), (2, 4)),
+    "channels and rows": (DownAndUp(), (1, 32, 16, 3), (2, 4)),
 }
 
 SLOW = frozenset(CASES) - {"volumes"}
@@ -30,7 +31,7 @@ def test_parts_with_halos_have_one_devices_numbers(case):
     with jax.enable_x64():
         x = jax.random.normal(jax.random.key(1), shape, jnp.float64)
         arrays, function = (model.init(jax.random.key(0), x), x), training(model)
-        found = plans.by_rows(trace(function, *arrays), mesh)
+        found = plans.by_rows(trace(function, *arrays), mesh, case == "channels and rows")
         assert "collective-permute" in {one.kind for one in found.plan.estimates.collectives}
         program = build(found.step, found.sharding, jax.devices())
         whole = jax.jit(function)(*arrays)

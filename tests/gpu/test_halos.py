@@ -36,16 +36,17 @@ def test_a_diffusion_models_u_net_at_high_resolution():
 
 
 @pytest.mark.slow
-def test_rows_and_columns(monkeypatch):
-    """The second dimension's exchange carries the corners."""
+@pytest.mark.parametrize("beside_channels", [False, True])
+def test_rows_and_columns_or_channels(beside_channels, monkeypatch):
+    """A second dimension's exchange carries the corners. Beside channels, gradients of kernels exchange rows by name."""
     cluster, model = parse_cluster("8xH100-80GB"), Plain()
     monkeypatch.setattr(plans, "cluster", lambda mesh: cluster)
-    found = plans.by_rows(trace(training(model), *shapes(model, (1, 512, 512, 3))), (2, 4))
+    found = plans.by_rows(trace(training(model), *shapes(model, (1, 512, 512, 3))), (2, 4), beside_channels)
     program = build(found.step, found.sharding, None)
     answer = compile_apart(module_bytes(lower(program.fn, program.args)), cluster)
     moved = CompiledStats.of(answer, found.plan.decisions.mesh).collectives
     predicted = {(c.kind, c.axes): (c.count, c.bytes) for c in found.plan.estimates.collectives}
-    for axis in ("data", "model"):
+    for axis in ("model",) if beside_channels else ("data", "model"):
         assert moved["collective-permute", (axis,)] == predicted["collective-permute", (axis,)]
 
 
