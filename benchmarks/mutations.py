@@ -83,6 +83,7 @@ class Room:
 ROOMS = {
     "solver": Room("search/solver", "tests/search/solver"),
     "ir": Room("search/ir", "tests/search/ir"),
+    "memory": Room("search/memory", "tests/search/memory"),
     "problem": Room("search/problem", "tests/search/problem"),
     "device": Room("search/device", "tests/search/device"),
     "plan": Room("search/plan", "tests/search/plan"),

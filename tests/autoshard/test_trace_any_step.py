@@ -388,8 +388,9 @@ PLANS_ON_MESHES = dict(zip(STEPS, cycle(product(MESHES, PLANS)), strict=False))
 """By step, a mesh and a plan on it; each mesh and each plan meets every fourth step."""
 
 
-IN_PARTS = {"linen_remat_scan", "pallas_kernel", "raw_key"}
-"""Others have `scan` and `checkpoint` apart, tests/executors/test_kernels.py has kernels, and a typed key is a raw one."""
+IN_PARTS = {"linen_remat_scan", "nested_scans", "pallas_kernel", "raw_key"}
+"""Others have `scan`, loops in it and `checkpoint` apart, tests/executors/test_kernels.py has kernels, and a typed key is a
+raw one."""
 
 
 @pytest.mark.parametrize(
