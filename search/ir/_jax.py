@@ -201,8 +201,7 @@ def product_types(eqn: Any) -> tuple[Any, ...]:
     asked = eqn.params["precision"]
     if isinstance(asked, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
         lhs, rhs = own
-        wanted = lax.get_algorithm_compute_types(asked, lhs, rhs, made)[:2]
-        return tuple(before if to is None else to for to, before in zip(wanted, own, strict=True))
+        return tuple(lax.get_algorithm_compute_types(asked, lhs, rhs, made)[:2])
     are_eights = all(is_inexact(dtype) and itemsize(dtype) == 1 for dtype in own)
     return () if own[0] == own[1] or are_eights else (made, made)
 

@@ -84,11 +84,13 @@ def _cut(op: Op, made: Mapping[int, Op], uses: Mapping[int, int]) -> Op:
     maker = made.get(source) if isinstance(source, int) else None
     if maker is None or maker.name != CONVOLUTION or uses[source] > 1:
         return op
-    dims = maker.params["dimension_numbers"].out_spec[2:]
+    dims: Sequence[int] = maker.params["dimension_numbers"].out_spec[2:]
     if not _only_cuts(edges, dims):
         return op
-    own = zip(dims, maker.params["padding"], maker.params["window_strides"], strict=True)
-    pads = tuple((low + edges[d][0] * n, high + edges[d][1] * n) for d, (low, high), n in own)
+    pads_before: Sequence[tuple[int, int]] = maker.params["padding"]
+    strides: Sequence[int] = maker.params["window_strides"]
+    own = zip(dims, pads_before, strides, strict=True)
+    pads: Sequence[tuple[int, int]] = tuple((low + edges[d][0] * n, high + edges[d][1] * n) for d, (low, high), n in own)
     params: dict[str, Any] = {**maker.params, "padding": pads}
     return replace(maker, params=params, outputs=op.outputs, result_values=op.result_values)
 
