@@ -263,7 +263,7 @@ class _Scores:
                 )
         for copies in costed.kernels.copied.values():
             for copy in (one for one in copies if self._is_scores(one.endpoint)):
-                yield copy.endpoint, copy.count * costed.copy_seconds(copy)
+                yield copy.endpoint, copy.count * np.asarray(costed.copy_seconds(copy))
 
     def _is_scores(self, endpoint: Endpoint) -> bool:
         """Whether a place holds scores: of their number or a multiple, with two dimensions of the sequence."""
