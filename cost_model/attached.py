@@ -82,6 +82,8 @@ def _in_nodes(devices: Sequence[Any]) -> Cluster:
         num_devices=len(devices),
         devices_per_node=per_node,
         host_bytes_per_node=one.host_bytes_per_node * per_node,
+        host_bytes_per_s=one.host_bytes_per_s * per_node,
+        host_cores=one.host_cores * per_node,
     )
 
 

@@ -52,6 +52,8 @@ def described(mesh: Mesh, preset: Cluster, name: str) -> tuple[Cluster, Mapping[
         num_devices=num_nodes * per_node,
         devices_per_node=per_node,
         host_bytes_per_node=preset.host_bytes_per_node * per_node,
+        host_bytes_per_s=preset.host_bytes_per_s * per_node,
+        host_cores=preset.host_cores * per_node,
     )
     sources = {}
     host_bytes, share = _host_bytes(), min(1.0, per_node / jax.local_device_count())

@@ -122,9 +122,13 @@ class IntraOp:
 def replica_cluster(cluster: Cluster, num_devices: int) -> Cluster:
     """A cluster of as many devices as a replica has."""
     per_node = min(num_devices, cluster.devices_per_node)
-    host_bytes = cluster.host_bytes_per_node * per_node // cluster.devices_per_node
     return replace(
-        cluster, num_devices=num_devices, devices_per_node=per_node, host_bytes_per_node=host_bytes
+        cluster,
+        num_devices=num_devices,
+        devices_per_node=per_node,
+        host_bytes_per_node=cluster.host_bytes_per_node * per_node // cluster.devices_per_node,
+        host_bytes_per_s=cluster.host_bytes_per_s * per_node / cluster.devices_per_node,
+        host_cores=cluster.host_cores * per_node // cluster.devices_per_node,
     )
 
 

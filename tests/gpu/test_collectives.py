@@ -41,7 +41,7 @@ WHAT_IT_SHOWS = {
     "vocabulary parallel": {"all-reduce"},
     "grouped heads on 2x4": {"all-gather", "reduce-scatter"},
     "experts": {"all-to-all"},
-    "scanned, tight": {"all-gather", "all-to-all"},
+    "scanned, tight": {"all-gather", "reduce-scatter"},
     "scanned with checkpoint on 2x4": {"all-gather"},
     "tables by rows": {"all-reduce"},
     "tables on 2x4": {"all-gather", "reduce-scatter"},

@@ -103,6 +103,8 @@ def backward(layout: Layout, scores: Scores, dtypes: Sequence[Any], ring: Ring, 
     q = local.take("query", query, layout.query)
     k, v = local.take("key", key, layout.key), local.take("value", value, layout.value)
     seen = local.take("output", gradient, layout.output_gradient)
+    # Otherwise the compiler takes the scores of a single block from the forward phase, and keeps them until here.
+    q, k, v, seen = lax.optimization_barrier((q, k, v, seen))
     statistic = ring.dealt(canonical(statistic, layout.statistics, local.rows, local.sizes), 2)
     kind = statistic.dtype
     made = local.take("output", output, layout.output)
