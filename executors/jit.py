@@ -131,7 +131,9 @@ def jitted(
     run.__name__ = run.__qualname__ = step.name
     apart = {v for op in graph.ops if op.is_host_update for v in op.outputs}
     replaced = zip(graph.outputs, step.replaces, strict=True)
-    reused = {o: r for o, (a, r) in enumerate(replaced) if r is not None and not (isinstance(a, int) and a in apart)}
+    reused = {
+        o: r for o, (a, r) in enumerate(replaced) if r is not None and not (isinstance(a, int) and a in apart)
+    }
     reused |= _reusable(step, inputs, outputs, given_up)
     donated = frozenset(reused.values())
     fresh = [o for o in range(len(outputs)) if o not in reused]

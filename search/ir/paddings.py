@@ -90,7 +90,9 @@ def _cut(op: Op, made: Mapping[int, Op], uses: Mapping[int, int]) -> Op:
     pads_before: Sequence[tuple[int, int]] = maker.params["padding"]
     strides: Sequence[int] = maker.params["window_strides"]
     own = zip(dims, pads_before, strides, strict=True)
-    pads: Sequence[tuple[int, int]] = tuple((low + edges[d][0] * n, high + edges[d][1] * n) for d, (low, high), n in own)
+    pads: Sequence[tuple[int, int]] = tuple(
+        (low + edges[d][0] * n, high + edges[d][1] * n) for d, (low, high), n in own
+    )
     params: dict[str, Any] = {**maker.params, "padding": pads}
     return replace(maker, params=params, outputs=op.outputs, result_values=op.result_values)
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.process import Compiler
-from autoshard.search.driver import find, find_as_written
+from autoshard.search.driver import find_as_written
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier

@@ -157,7 +157,10 @@ def test_many_tokens_are_data_parallel_and_gradients_are_reduced_once():
     plan = plan_for(blocks(8 * HIDDEN), equal_links(), (8,))
     assert all(s.startswith("P('data')") for s in products(plan)[:-1])
     weights, tables = 2 * 12 * HIDDEN**2 * LAYERS, 2 * (512 + HIDDEN) * HIDDEN
-    at_least, at_most = 2 * (weights + tables), 2 * weights + 3 * tables  # two readers may gather a table each
+    at_least, at_most = (
+        2 * (weights + tables),
+        2 * weights + 3 * tables,
+    )  # two readers may gather a table each
     assert at_least <= moved(plan, "reduce-scatter", "all-gather", "all-reduce") <= 1.01 * at_most
 
 
