@@ -184,6 +184,24 @@ class StepSearch:
                 on_mesh = self.trials.put_on(best.step_problem, shape)
                 self.trials.improve(best.step_problem, on_mesh, deadline.left_s, known=known)
 
+    def _updated_elsewhere(self, best: Found) -> None:
+        """Looks for a better plan with the updates of hosted state in the other place: on the host, or on the device."""
+        before = best.step_problem
+        if not before.hosted or not self.cluster.host_update_bytes_per_s:
+            return
+        of_step = before.traced, host_updates(before.traced, before.hosted), self.cluster
+        gain_s = min(best.device.waited_s, 2 * least_copy_s(*of_step))  # copies one way after the other
+        if not before.updated and least_update_s(*of_step) >= gain_s:
+            return
+        self.progress("updated on the device" if before.updated else "updated on the host")
+        updated = frozenset[int]() if before.updated else updatable(before.traced, before.hosted)
+        step_problem = self.trials.updating_there(before, updated)
+        on_mesh = self.trials.put_on(step_problem, best.on_mesh.shape)
+        known = UNKNOWN
+        with suppress(NoFitError):
+            known = Known(for_rewritten_step(best.on_mesh, best.labels, on_mesh))
+        self.trials.improve(step_problem, on_mesh, self.options.limit_s / 4, known=known)
+
     def _search_under_cap(self, baseline: Baseline, time_limit_s: float) -> Least:
         """Looks for better plans if the fastest uncapped solutions do not fit: plans of the baseline, and of steps that
         recompute or offload. Returns the step that needs the least memory."""
@@ -411,24 +429,6 @@ class StepSearch:
                 if (kinds or count > 1) and not self.host_arguments.is_too_much(hosted, working_bytes):
                     yield Variant(count, kinds)
 
-    def _updated_elsewhere(self, best: Found) -> None:
-        """Looks for a better plan with the updates of hosted state in the other place: on the host, or on the device."""
-        before = best.step_problem
-        if not before.hosted or not self.cluster.host_update_bytes_per_s:
-            return
-        of_step = before.traced, host_updates(before.traced, before.hosted), self.cluster
-        gain_s = min(best.device.waited_s, 2 * least_copy_s(*of_step))  # copies one way after the other
-        if not before.updated and least_update_s(*of_step) >= gain_s:
-            return
-        self.progress("updated on the device" if before.updated else "updated on the host")
-        updated = frozenset[int]() if before.updated else updatable(before.traced, before.hosted)
-        step_problem = self.trials.updating_there(before, updated)
-        on_mesh = self.trials.put_on(step_problem, best.on_mesh.shape)
-        known = UNKNOWN
-        with suppress(NoFitError):
-            known = Known(for_rewritten_step(best.on_mesh, best.labels, on_mesh))
-        self.trials.improve(step_problem, on_mesh, self.options.limit_s / 4, known=known)
-
     def _kinds_on_host(self) -> Iterator[tuple[str, ...]]:
         """Kinds of arguments that may rest in host memory together: none, one, and more and more."""
         kinds: tuple[str, ...] = ()
@@ -440,9 +440,11 @@ class StepSearch:
 
     @property
     def _may_move_arguments(self) -> bool:
+        """True if the search may put arguments into host memory."""
         return self.options.offload is None and self.cluster.host_bytes_per_node > 0
 
     def _hosted(self, kinds: Sequence[str]) -> frozenset[int]:
+        """The arguments in host memory: those that the user wants there, and some kinds."""
         return self.host_arguments.asked_for | self.host_arguments.of_kinds(kinds)
 
     def _variant(self, variant: Variant) -> StepProblem:
