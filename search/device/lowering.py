@@ -394,8 +394,8 @@ class _Lowering:
         other kernels join them on the fly."""
         op, v = self.program.ops[i], self.program.ops[i].operands[operand]
         dtype = str(self.program.values[v].dtype)
-        whats = (Communication(HALO, one.axes, sent, dtype) for one in halos for sent in one.sent)
-        rows = tuple(self._launched(i, v, source, what, (), what.num_bytes) for what in whats)
+        sends = (Communication(HALO, one.axes, sent, dtype) for one in halos for sent in one.sent)
+        rows = tuple(self._launched(i, v, source, send, (), send.num_bytes) for send in sends)
         if op.name not in REWRITING:
             return source + rows
         port = self.costed.graph.ports[self.folded.class_of[i], operand, False]
