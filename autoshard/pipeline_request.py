@@ -102,7 +102,7 @@ def allowed_executor(options: Options) -> str | None:
 
 
 def requested(step: Step, cluster: AnyCluster, options: Options) -> PipelineOptions:
-    """What the user's options ask of a pipeline.
+    """The options of a search for pipelines, from the user's.
 
     Raises:
       InputError: an option is out of its range.

@@ -12,7 +12,8 @@ Recomputation must save the memory beyond the cap. Its seconds are those of the 
 saves so much. A variant for which no candidate saves enough has no estimate; those that need less memory come first.
 
 Each search of a variant corrects the estimates of the others: by the memory that it needed if nothing fitted, and by the
-seconds that its microbatches added. Estimates order variants; they end the search if none promises a faster plan.
+seconds that its microbatches added. These are estimates, not bounds: they order variants, and end the search if none
+promises a faster plan. The certificate of a plan says nothing of other variants.
 """
 
 import math

@@ -33,7 +33,7 @@ class HostUpdate:
       moved: the ops that only the host computes, by number.
       repeated: the ops that it computes for itself, by number.
       arrays: the arrays that are copied to the host for it.
-      scalars: likewise.
+      scalars: the scalars that are copied to the host for it.
       fills: the ops among the repeated ones that fill an array with a constant, which is copied to the host as well.
       results: the values that are read elsewhere, or are results of the step.
     """

@@ -1,10 +1,10 @@
 """The words behind an argument's spec in a plan that say where it rests: `P('data') on host, updated there`."""
 
 ON_HOST = " on host"
-"""Said behind the spec of an argument that rests in the host's memory."""
+"""Suffix of the spec of an argument that rests in the host's memory."""
 
 UPDATED = ", updated there"
-"""Said behind that, if the host also updates it."""
+"""Suffix behind `ON_HOST`, if the host also updates the argument."""
 
 
 def is_on_host(text: str) -> bool:

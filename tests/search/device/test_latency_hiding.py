@@ -87,7 +87,7 @@ def test_a_copy_from_the_host_is_under_way_beside_collectives_and_beside_one_oth
 
 
 def most_under_way(lowered: Lowered, order, *kinds: str) -> int:
-    """Of these kinds of communication, as many as an order has under way at a time inside of one loop."""
+    """Largest number of communications of some kinds that an order has under way at a time inside of one loop."""
     most, now = 0, Counter[Loops]()
     for k in order:
         moved = lowered.kernels[k if k >= 0 else ~k]
