@@ -3,7 +3,7 @@
 The rewritten step is a step like any other: its copies are ops (`device_put`), so that strategies, costs, live ranges, the
 executor and the compiler need know little of it. An offloaded value is fetched once for each phase that reads it, and new
 state is stored on the host as soon as it is made. Frozen weights are only fetched: the host's array stays as it is. A
-loop that goes through a stack of them fetches a slice in each iteration.
+loop that goes through a stack of arguments fetches a slice in each iteration.
 
 `search.memory.fetches` plans the times, and a barrier (`optimization_barrier`) delays each fetch. Later readers of a
 barrier's other operands read the barrier's results: the compiler removes results that no op reads (XLA:GPU, measured).
@@ -146,8 +146,7 @@ class _Rewriting:
         served = self.by_rows | {(v, Phase.UPDATE) for v in on_host if v in updated}
         self.stored = {a for v in whole if isinstance(a := new_state.get(v), int)} | set(waiting)
         self.new_state = frozenset(a for a in new_state.values() if isinstance(a, int))
-        frozen = {v for v in on_host if v not in new_state}
-        self.sliced = _sliced(self.graph, frozen)
+        self.sliced = _sliced(self.graph, set(on_host))
         self.plan = fetches(self.graph, on_host, waiting, new_state, self.sliced, served)
         self.pauses = {**self.plan.departures, **self.plan.pauses}
         values = list(self.graph.values)

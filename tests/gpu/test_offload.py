@@ -80,6 +80,15 @@ def test_frozen_weights_come_for_each_phase_and_never_go_back(is_scanned):
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
 
 
+def test_stacks_of_trained_weights_come_slice_by_slice_and_whole_for_their_update():
+    step = trace(*lora_chain(NUM_LAYERS, WIDTH, 8192, rank=WIDTH // 2, is_scanned=True))
+    proof = verified(("parameters",), 1, step=step)
+    assert proof.compiled.host_bytes == proof.predicted.host_bytes == STATE_BYTES
+    assert copied(proof)[TO_HOST] == (2, STATE_BYTES)
+    assert copied(proof)[FROM_HOST] == (4 * NUM_LAYERS + 2, 3 * STATE_BYTES)
+    assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
+
+
 @pytest.mark.parametrize(
     ("num_devices", "num_layers", "share"), [(1, 16, 0.85), pytest.param(8, 24, 0.45, marks=pytest.mark.slow)]
 )

@@ -151,6 +151,19 @@ def test_a_stack_of_frozen_weights_comes_slice_by_slice():
         assert not rewritten.before([(i, "jaxpr", 0, 0)])
 
 
+def test_stacks_of_trained_weights_come_slice_by_slice_and_whole_for_their_update():
+    rank = WIDTH // 2
+    step = trace(*lora_chain(NUM_LAYERS, WIDTH, 1024, rank=rank, is_scanned=True))
+    graph = offloaded(step, of_roles(step, Role.PARAMETER)).step.graph
+    for loop in (op for op in graph.ops if op.name == "scan"):
+        fetched = [op.result_values[0].shape for _, op in transfers(loop.bodies["jaxpr"][0], to_host=False)]
+        assert fetched == [(WIDTH, rank), (rank, WIDTH)]
+    for to_host in (False, True):
+        copied = [op for _, op in transfers(graph, to_host)]
+        assert {op.phase for op in copied} == {Phase.UPDATE}
+        assert [op.result_values[0].shape[0] for op in copied] == [NUM_LAYERS] * 2
+
+
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_state_rests_there_and_returns_there(clip):
     step = trace(*make(clip))
