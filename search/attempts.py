@@ -131,7 +131,7 @@ class Attempts:
         """True if no more steps are built, whatever their estimates."""
         has_plan = self.trials.best is not None
         is_late = self.deadline.is_over and (has_plan or self.baseline.traced.num_microbatches > 1)
-        return is_late or (has_plan and self.num_failed == MAX_FAILED)
+        return is_late or self.trials.is_over or (has_plan and self.num_failed == MAX_FAILED)
 
     def _is_promising(self, candidate: Candidate) -> bool:
         """True if a candidate is worth building, by the results so far."""

@@ -278,6 +278,8 @@ def _find_form(
       InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
       NotFasterError: no plan is faster than the rival.
     """
+    deadline = Deadline.after(LATEST * options.limit_s, options.new_clock())
+    options = replace(options, clock=deadline.clock)
     short = shortened(step, _equivalence_keys(step, _options_json(options)))
     watch.lap("graph")
     few, refused = None, list[InfeasibleError]()
@@ -287,11 +289,12 @@ def _find_form(
         if e.smallest_bytes > MAX_SHORT_PEAK * options.memory_bytes:
             raise
         refused.append(e)
-    if few and not few.leaves_memory_unused:
+    if few and (deadline.is_over or not few.leaves_memory_unused):
         return few
     if short:
         progress("all layers")
-    return _faster(few, refused, partial(_found, step, None, cluster, options, progress, watch, rival))
+    left = options.until(deadline) if few else options
+    return _faster(few, refused, partial(_found, step, None, cluster, left, progress, watch, rival))
 
 
 def _faster(

@@ -87,10 +87,9 @@ class HostArguments:
         return sum(self._num_bytes[i] for i in arguments) / self.cluster.num_devices
 
     def shard_bytes(self, role: Role) -> tuple[float, ...]:
-        """Bytes per device of each argument with a role, split over all devices."""
-        roles = (argument.role for argument in self.step.arguments)
-        shared = zip(roles, self._num_bytes, strict=True)
-        return tuple(n / self.cluster.num_devices for own, n in shared if own is role)
+        """Bytes per device of each argument with a role that may rest on the host, split over all devices."""
+        may_rest = (i for i, own in self._may_rest.items() if own is role)
+        return tuple(self._num_bytes[i] / self.cluster.num_devices for i in may_rest)
 
     def is_too_much(self, hosted: frozenset[int], working_bytes: float) -> bool:
         """True if the arguments on the device leave no room for the work, even if all devices share them."""

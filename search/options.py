@@ -1,7 +1,7 @@
 """The options of a search, and the meshes that it tries."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from math import prod
 from types import MappingProxyType
@@ -69,7 +69,7 @@ class Options:
     microbatches: int | None = None
     offload: tuple[str, ...] | str | None = None
     nominal_s: float = DEFAULT_TIME_LIMIT_S
-    clock: SearchClock | None = None
+    clock: SearchClock | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0 or not self.limit_s > 0:

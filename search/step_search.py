@@ -174,20 +174,19 @@ class StepSearch:
 
     def _on_other_meshes(self, best: Found, baseline: StepProblem) -> None:
         """Looks for better plans of the best plan's step on the other meshes, unless the bounds rule them out."""
-        deadline = Deadline.after(self.options.limit_s / 2, self.clock)
         others = [shape for shape in self.trials.shapes if shape != best.on_mesh.shape]
         for shape in sorted(others, key=self.floors_s.__getitem__):
             known = self.finer.known(best.step_problem, shape, baseline, self.floors_s)
             own_s = self.trials.proven_s(best.step_problem).get(shape, -math.inf)
-            if max(known.bound_s, own_s) < self.trials.least_s and not deadline.is_over:
+            if max(known.bound_s, own_s) < self.trials.least_s and not self.trials.is_over:
                 self.progress(f"the same on mesh {format_mesh(shape)}")
                 on_mesh = self.trials.put_on(best.step_problem, shape)
-                self.trials.improve(best.step_problem, on_mesh, deadline.left_s, known=known)
+                self.trials.improve(best.step_problem, on_mesh, self.trials.deadline.left_s, known=known)
 
     def _updated_elsewhere(self, best: Found) -> None:
         """Looks for a better plan with the updates of hosted state in the other place: on the host, or on the device."""
         before = best.step_problem
-        if not before.hosted or not self.cluster.host_update_bytes_per_s:
+        if not before.hosted or not self.cluster.host_update_bytes_per_s or self.trials.is_over:
             return
         of_step = before.traced, host_updates(before.traced, before.hosted), self.cluster
         gain_s = min(best.device.waited_s, 2 * least_copy_s(*of_step))  # copies one way after the other
@@ -255,18 +254,18 @@ class StepSearch:
         attempts = self._attempts(step_problem, deadline)
         offered = self._offered(baseline, uncapped, found, estimates, deadline)
         built = attempts.make(offered, smallest if may_give_up and uncapped else None)
-        deferred = baseline.deferred
         if attempts.has_given_up:
-            self.given_up.append(baseline)
             found += smallest()
-            deferred = [one for one in deferred if one is not uncapped[0].on_mesh]
         if baseline is self.first:
             self.savings = tuple(c for c in found if not c.offloaded_sites)
         most = max(found, key=lambda candidate: candidate.saved_bytes, default=None)
         if self.best is None and most and not attempts.has_given_up and most not in built:
             self._attempts(step_problem, Deadline.after(LEAST_ATTEMPT_S, self.clock)).make([most])
         self.watch.lap("recompute")
-        self.trials.under_cap(step_problem, deferred, deadline)
+        if may_give_up and most and self.best is None:
+            self.given_up.append(baseline)
+        else:
+            self.trials.under_cap(step_problem, baseline.deferred, deadline)
         if self.best is not None or not most:
             return lambda: step_problem
         return partial(self.trials.recomputing, step_problem, most.sites, most.offloaded_sites)
@@ -399,23 +398,28 @@ class StepSearch:
         )
         if not savings and self.options.remat != "never":
             variants.assume_recomputation(self.working_bytes)
-        needed_bytes = self.trials.rewritten_bytes(first)
-        if self.best is None and needed_bytes < math.inf:
-            variants.missed(Variant(1), needed_bytes)
-        deadline, is_late = Deadline.after(self.options.limit_s, self.clock), False
+        nearest = self.trials.nearest_of(first)
+        if self.best is None and nearest:
+            variants.missed(Variant(1), nearest)
         least, least_bytes = None, math.inf
-        while not deadline.is_over or not (self.best or is_late):
-            if deadline.is_over:  # without a plan, it takes as long again, and the surest variant comes first
-                deadline, is_late = Deadline.after(self.options.limit_s, self.clock), True
-                variant = variants.smallest()
-            else:
-                variant = variants.next(self.trials.least_s)
-            if variant is None:
-                break
-            tried = self._try(variant, variants, max(VARIANT_SHARE * deadline.left_s, LEAST_ATTEMPT_S))
+        for variant in self._in_order(variants):
+            share_s = VARIANT_SHARE * self.trials.deadline.left_s
+            tried = self._try(variant, variants, max(share_s, LEAST_ATTEMPT_S))
             if tried and variants.least_bytes(variant) < least_bytes:
                 least, least_bytes = tried, variants.least_bytes(variant)
         return None if self.best else least
+
+    def _in_order(self, variants: Variants) -> Iterator[Variant]:
+        """Variants while time is left, the most promising first. Without a plan they get as long again, and the smallest
+        comes last."""
+        for _ in range(2):
+            while not self.trials.deadline.is_over and (variant := variants.next(self.trials.least_s)):
+                yield variant
+            if self.best:
+                return
+            self.trials.go_on()
+        if smallest := variants.smallest():
+            yield smallest
 
     def _all_variants(self) -> Iterator[Variant]:
         """The variants besides the first one, without those whose arguments alone are too large for the device."""
@@ -480,7 +484,7 @@ class StepSearch:
             self.tried = f"Up to {count} microbatches were tried too."
         least = self._search_under_cap(baseline, time_limit_s / 2)
         if self.best is before and promised_s < self.trials.least_s:
-            variants.missed(variant, self.trials.rewritten_bytes(step_problem))
+            variants.missed(variant, self.trials.nearest_of(step_problem))
         return least
 
     def _forbidden_s(self, first: Baseline) -> float | None:

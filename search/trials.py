@@ -97,7 +97,7 @@ class Trials:
       clock: the clock of all limits.
       tried: the candidates that were tried.
       began_s: the clock's time at the start of the search.
-      deadline: no trial begins after it once there is a plan.
+      deadline: the end of the search. Without a plan the search goes on.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Trials:
         self._rewritten = WeakValueDictionary[tuple[StepProblem, Sites, Sites], StepProblem]()
         self.tried = Tried()
         self._needed_bytes = WeakKeyDictionary[StepProblem, float]()
-        self._rewritten_bytes: dict[tuple[Step, frozenset[int]], float] = {}
+        self._nearest: dict[tuple[Step, frozenset[int]], Found] = {}
         self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
     @property
@@ -136,6 +136,15 @@ class Trials:
     def least_s(self) -> float:
         """A mesh whose bound is above this cannot hold a better plan."""
         return (1 - RELATIVE_GAP) * self.cutoff_s
+
+    @property
+    def is_over(self) -> bool:
+        """True if no other trial begins: there is a plan, and no time is left."""
+        return self.best is not None and self.deadline.is_over
+
+    def go_on(self) -> None:
+        """Gives the search as long again, from now on."""
+        self.deadline = Deadline.after(self.options.limit_s, self.clock)
 
     def takes(self, found: Found) -> bool:
         """Keeps a plan if it is better than the best one; returns whether it is."""
@@ -149,8 +158,9 @@ class Trials:
         """Keeps strategies that do not fit if they need less memory than all before them."""
         least_bytes = min(found.peak.num_bytes, self.needed_bytes(found.step_problem))
         self._needed_bytes[found.step_problem] = least_bytes
-        key = found.step_problem.traced, found.step_problem.hosted
-        self._rewritten_bytes[key] = min(found.peak.num_bytes, self.rewritten_bytes(found.step_problem))
+        before = self.nearest_of(found.step_problem)
+        if before is None or found.peak.num_bytes < before.peak.num_bytes:
+            self._nearest[found.step_problem.traced, found.step_problem.hosted] = found
         if self.nearest is None or found.peak.num_bytes < self.nearest.peak.num_bytes:
             self.nearest = found
 
@@ -158,10 +168,9 @@ class Trials:
         """The smallest peak of a step's strategies that did not fit; infinite if there are none."""
         return self._needed_bytes.get(step_problem, math.inf)
 
-    def rewritten_bytes(self, baseline: StepProblem) -> float:
-        """The smallest peak of a baseline's and its rewritten steps' strategies that did not fit; infinite if there are
-        none."""
-        return self._rewritten_bytes.get((baseline.traced, baseline.hosted), math.inf)
+    def nearest_of(self, baseline: StepProblem) -> Found | None:
+        """Of a baseline's and its rewritten steps' strategies that did not fit, those with the smallest peak."""
+        return self._nearest.get((baseline.traced, baseline.hosted))
 
     def baseline(
         self, step_problem: StepProblem, on_meshes: tuple[MeshProblem, ...], time_limit_s: float
@@ -184,8 +193,9 @@ class Trials:
         surely_fits_bytes: float,
     ) -> Baseline:
         """Tries a baseline mesh by mesh. Strategies below `surely_fits_bytes` are taken to fit."""
+        in_order = self._most_promising_first(on_meshes)
         deadline = Deadline.after(time_limit_s, self.clock)
-        uncapped, floors_s = self._without_cap(on_meshes, step_problem, deadline)
+        uncapped, floors_s = self._without_cap(in_order, step_problem, deadline)
         found, memory_bound, tried = list[Found](), list[UncappedSolution](), set[MeshProblem]()
         for one in uncapped:
             is_memory_bound, before = not self._is_within(one), self.best
@@ -206,13 +216,13 @@ class Trials:
     ) -> tuple[list[UncappedSolution], Bounds]:
         """Good strategies on each mesh without a cap, the fastest first, and a lower bound for every mesh.
 
-        A mesh has no solution here if it is slower than the best plan, than a solution that keeps to the cap, or than
-        `MAX_MESHES` other solutions.
+        Meshes are tried in the given order. A mesh has no solution here if it is slower than the best plan, than a solution
+        that keeps to the cap, or than `MAX_MESHES` other solutions.
         """
         uncapped: list[UncappedSolution] = []
         floors_s: dict[tuple[int, ...], float] = {}
         within_s, prefix = math.inf, progress_prefix(step_problem.traced)
-        for i, on_mesh in enumerate(self._most_promising_first(on_meshes)):
+        for i, on_mesh in enumerate(on_meshes):
             shape, fastest = on_mesh.shape, sorted(one.cost_s for one in uncapped)
             self.progress(f"{prefix}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
             cutoff_s = min(self._cutoff_on(on_mesh), within_s, *fastest[MAX_MESHES - 1 :])
@@ -251,7 +261,7 @@ class Trials:
         """Looks for better plans under the cap on meshes whose bounds allow them."""
         for on_mesh in on_meshes:
             proven_s = self.proven_s(step_problem).get(on_mesh.shape, -math.inf)
-            if proven_s < self.least_s and not (self.best and deadline.is_over):
+            if proven_s < self.least_s and not (self.is_over or (self.best and deadline.is_over)):
                 prefix, mesh = progress_prefix(step_problem.traced), format_mesh(on_mesh.shape)
                 self.progress(f"{prefix}mesh {mesh}, under the cap")
                 self.improve(step_problem, on_mesh, deadline.left_s, known=Known(bound_s=proven_s))

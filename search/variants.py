@@ -11,9 +11,10 @@ uncapped strategies of the undivided step:
 Recomputation must save the memory beyond the cap. Its seconds are those of the cheapest candidate of the undivided step that
 saves so much. A variant for which no candidate saves enough has no estimate; those that need less memory come first.
 
-Each search of a variant corrects the estimates of the others: by the memory that it needed if nothing fitted, and by the
-seconds that its microbatches added. These are estimates, not bounds: they order variants, and end the search if none
-promises a faster plan. The certificate of a plan says nothing of other variants.
+Each search of a variant corrects the estimates of the others. If nothing fitted, by the memory that its activations needed
+and by the seconds that recomputation took; a variant that needs no less memory has no estimate then, either. If something
+fitted, by the seconds that its microbatches added. These are estimates, not bounds: they order variants, and end the search
+if none promises a faster plan. The certificate of a plan says nothing of other variants.
 """
 
 import math
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost_model.cluster import Cluster
+from autoshard.search.found import Found
 from autoshard.search.memory.fetches import WINDOW
 from autoshard.search.problem.live_ranges import Resident
 from autoshard.search.recomputation import HIDING_SHARE, VISIBLE_SHARE, UncappedSolution
@@ -57,6 +59,10 @@ class Variant:
     microbatches: int
     kinds: tuple[str, ...] = ()
 
+    def needs_no_less_than(self, other: "Variant") -> bool:
+        """True if the variant has no more microbatches than another one and no arguments in host memory besides its."""
+        return self.microbatches <= other.microbatches and set(self.kinds) <= set(other.kinds)
+
 
 @dataclass(frozen=True, slots=True)
 class Saving:
@@ -76,12 +82,14 @@ class Variants:
       undivided_s: seconds of the uncapped step.
       batch_bytes: the activations of the undivided step at its peak.
       held_bytes: all other memory there.
-      argument_bytes: memory of arguments there, by kind, split over all devices.
+      argument_bytes: memory of arguments there that may rest on the host, by kind, split over all devices.
       fetched_bytes: memory on the device for the copies of hosted arguments, by kind.
       savings: possible recomputation.
       left: the variants.
       added_s: seconds that each microbatch of few added, by kinds in host memory.
-      excess: needed memory over its estimate, by kinds in host memory.
+      excess: needed memory of activations over its estimate.
+      slowness: seconds of recomputation over their estimate.
+      too_large: the variants of which nothing fitted.
     """
 
     cluster: Cluster
@@ -94,7 +102,9 @@ class Variants:
     savings: Sequence[Saving]
     left: list[Variant]
     added_s: dict[tuple[str, ...], float] = field(default_factory=dict)
-    excess: dict[tuple[str, ...], float] = field(default_factory=dict)
+    excess: float = 1.0
+    slowness: float = 1.0
+    too_large: list[Variant] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -110,8 +120,8 @@ class Variants:
         Args:
           uncapped: the strategies.
           cap_bytes: the memory cap.
-          shard_bytes: memory of each argument that is split over all devices, by kind. Under a cap, copies of arguments on
-            several devices go first.
+          shard_bytes: memory of each argument that may rest on the host, split over all devices, by kind. Under a cap,
+            copies of arguments on several devices go first.
           savings: possible recomputation.
           left: the variants.
         """
@@ -166,14 +176,19 @@ class Variants:
             self.left.remove(smallest)
         return smallest
 
-    def missed(self, variant: Variant, needed_bytes: float) -> None:
-        """Notes that nothing fitted, and the memory of the strategies that came nearest; infinite if it is not known."""
-        if math.isfinite(needed_bytes):
-            excess = needed_bytes / max(self.least_bytes(variant), 1.0)
-        else:
-            excess = (1 + MISSES_BY) * self.cap_bytes / max(self.least_bytes(variant), 1.0)
-            excess = max(excess, self._excess(variant))
-        self.excess[variant.kinds] = excess
+    def missed(self, variant: Variant, nearest: Found | None) -> None:
+        """Notes that nothing fitted, and the strategies that came nearest, if any were found."""
+        self.too_large.append(variant)
+        known_bytes, batch_bytes = self._argument_bytes(variant), self._least_batch_bytes(variant)
+        if nearest is None:
+            missed_bytes = (1 + MISSES_BY) * self.cap_bytes - known_bytes
+            self.excess = max(self.excess, missed_bytes / max(batch_bytes, 1.0))
+            return
+        self.excess = max(nearest.peak.num_bytes - known_bytes, 0.0) / max(batch_bytes, 1.0)
+        most = max(self.savings, key=lambda one: (one.num_bytes, -one.seconds), default=None)
+        if nearest.step_problem.sites and most and most.seconds > 0:
+            again_s = nearest.cost_s - self._uncapped_s(variant)
+            self.slowness = max(self.slowness, again_s / most.seconds)
 
     def took(self, variant: Variant, seconds: float) -> None:
         """Notes a lower bound on the variant's uncapped step."""
@@ -187,26 +202,25 @@ class Variants:
 
     def drop_larger(self, variant: Variant) -> None:
         """Leaves out the variants that need no less memory than this one: nothing fits it."""
-        kinds, count = set(variant.kinds), variant.microbatches
-        self.left = [one for one in self.left if one.microbatches > count or not kinds.issuperset(one.kinds)]
+        self.left = [one for one in self.left if not one.needs_no_less_than(variant)]
 
     def seconds(self, variant: Variant, slack: float = 0.0) -> float:
         """Estimated seconds of the best plan; infinite if nothing seems to fit.
 
         Args:
           variant: the variant.
-          slack: share of the cap by which the estimated memory may be too large, unless it was corrected.
+          slack: share of the cap by which the estimated memory may be too large.
         """
-        room_bytes = self.cap_bytes / self._excess(variant, slack)
-        missing_bytes, parts = self._bytes(variant) - room_bytes, variant.microbatches
-        enough = (one.seconds for one in self.savings if one.num_bytes / parts >= missing_bytes)
+        if any(variant.needs_no_less_than(one) for one in self.too_large):
+            return math.inf
+        missing_bytes = self._argument_bytes(variant) - (1 + slack) * self.cap_bytes
+        missing_bytes += self.excess * self.batch_bytes / variant.microbatches
+        parts = variant.microbatches / self.excess
+        enough = (
+            self.slowness * one.seconds for one in self.savings if one.num_bytes >= parts * missing_bytes
+        )
         again_s = 0.0 if missing_bytes <= 0 else min(enough, default=math.inf)
         return self._uncapped_s(variant) + again_s
-
-    def _excess(self, variant: Variant, slack: float = 0.0) -> float:
-        """Needed memory over its estimate: of a variant with these kinds, else of the undivided step."""
-        of_first = self.excess.get((), 1.0) / (1 + slack)
-        return self.excess.get(variant.kinds, of_first)
 
     def _uncapped_s(self, variant: Variant) -> float:
         more = SLOPE_SHARE * (variant.microbatches - 2) + 1 if variant.microbatches > 1 else 0.0
@@ -221,16 +235,19 @@ class Variants:
         visible_s = max(VISIBLE_SHARE * copied_s, copied_s - HIDING_SHARE * self.undivided_s)
         return self.undivided_s + visible_s
 
+    def _argument_bytes(self, variant: Variant) -> float:
+        """Memory besides activations."""
+        fetched_bytes = max((self.fetched_bytes.get(kind, 0.0) for kind in variant.kinds), default=0.0)
+        return self.held_bytes - self._moved_bytes(variant) + fetched_bytes
+
     def _moved_bytes(self, variant: Variant) -> float:
         return sum(self.argument_bytes.get(kind, 0.0) for kind in variant.kinds)
 
-    def _bytes(self, variant: Variant) -> float:
-        """Estimated memory without recomputation."""
-        fetched_bytes = max((self.fetched_bytes.get(kind, 0.0) for kind in variant.kinds), default=0.0)
-        on_device_bytes = self.held_bytes - self._moved_bytes(variant) + fetched_bytes
-        return on_device_bytes + self.batch_bytes / variant.microbatches
+    def _least_batch_bytes(self, variant: Variant) -> float:
+        """First estimate of the memory of activations with the most recomputation."""
+        most_bytes = max((one.num_bytes for one in self.savings), default=0.0)
+        return (self.batch_bytes - most_bytes) / variant.microbatches
 
     def least_bytes(self, variant: Variant) -> float:
         """Estimated memory with the most recomputation."""
-        most_bytes = max((one.num_bytes for one in self.savings), default=0.0)
-        return self._bytes(variant) - most_bytes / variant.microbatches
+        return self._argument_bytes(variant) + self.excess * self._least_batch_bytes(variant)

@@ -78,7 +78,7 @@ class Offloaded:
 
     def _before(self, site: Site) -> Site | None:
         at, *inner = site
-        if inner and (num_copies := _num_copies(self.step.graph.ops[at])):
+        if len(inner) > 2 and (num_copies := _num_copies(self.step.graph.ops[at])):
             param, body, place, *rest = inner
             return None if place < num_copies else (self.origin[at], param, body, place - num_copies, *rest)
         return (self.origin[at], *inner)

@@ -1,6 +1,7 @@
 """Estimates of microbatches and arguments in host memory, and their corrections."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,12 +70,35 @@ def test_no_variant_is_tried_that_promises_no_faster_plan():
     assert variants(12).next(1.001 * best_s) is not None
 
 
-def test_a_variant_that_missed_the_cap_corrects_its_kin():
+def near(needed_bytes, seconds=0.0, recomputes=False):
+    """Strategies that miss the cap."""
+    step_problem = SimpleNamespace(sites=frozenset([(0,)] if recomputes else []))
+    peak = SimpleNamespace(num_bytes=needed_bytes)
+    return SimpleNamespace(peak=peak, cost_s=seconds, step_problem=step_problem)
+
+
+def test_the_memory_of_activations_that_missed_the_cap_corrects_all_others():
     found = variants(9.5)
-    assert math.isfinite(found.seconds(Variant(4)))
-    found.missed(Variant(2), 12 * GIB)  # 10 GiB were estimated
-    assert found.seconds(Variant(4)) == math.inf
+    assert found.seconds(Variant(4)) < math.inf
+    found.missed(Variant(2), near(12 * GIB))  # 8 GiB, and 4 where 2 were estimated
+    assert found.seconds(Variant(4)) == math.inf  # 8 GiB, and 2
+    assert found.seconds(Variant(8)) == pytest.approx(1.3 + SECOND_ADDS * (1 + 6 * SLOPE_SHARE))
     assert found.seconds(Variant(4, STATE)) == variants(9.5).seconds(Variant(4, STATE))
+
+
+def test_a_variant_that_needs_no_less_memory_than_one_that_missed_has_no_estimate():
+    found = variants(16)
+    found.missed(Variant(2, STATE), None)
+    larger = [Variant(1), Variant(2), Variant(1, STATE), Variant(2, STATE)]
+    assert [found.seconds(one) for one in larger] == [math.inf] * 4
+    assert max(found.seconds(Variant(4)), found.seconds(Variant(4, STATE))) < math.inf
+
+
+def test_seconds_of_recomputation_that_missed_the_cap_correct_all_others():
+    found = variants(9.5)
+    found.missed(Variant(1), near(12 * GIB, 1.9, recomputes=True))
+    added_s = SECOND_ADDS * (1 + 2 * SLOPE_SHARE)
+    assert found.seconds(Variant(4)) == pytest.approx(1 + 0.9 + added_s)
 
 
 def test_seconds_of_few_microbatches_correct_those_of_more():

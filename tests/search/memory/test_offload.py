@@ -10,6 +10,7 @@ from autoshard.search.ir.graph import Graph, Op, Phase, Role, Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory import offload
 from autoshard.search.memory.fetches import WINDOW
+from autoshard.search.memory.loop_segments import LoopSegments, segments_site
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.memory.offload import may_rest_on_host, offloaded
 from autoshard.search.memory.recompute import recomputed
@@ -149,6 +150,8 @@ def test_a_stack_of_frozen_weights_comes_slice_by_slice():
             ((_, _, _, place),) = rewritten.before([(i, "jaxpr", 0, n)])
             assert before.ops[place].outputs == op.outputs
         assert not rewritten.before([(i, "jaxpr", 0, 0)])
+        cut = segments_site((i,), LoopSegments((2,)))
+        assert rewritten.before([cut]) == {(rewritten.origin[i], *cut[1:])}
 
 
 def test_stacks_of_trained_weights_come_slice_by_slice_and_whole_for_their_update():
