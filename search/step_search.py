@@ -12,6 +12,8 @@
    in the other place (`search.memory.host_updates`).
 6. The best plan's rewritten step is tried on the other meshes. If there is no plan, the plan of the smallest peak is tried.
 
+All share one time limit: no trial begins after it once there is a plan. Without a plan the variants have as long again.
+
 A rewritten step computes all that the baseline computes, so lower bounds on uncapped baselines hold for it, too. Loops
 are the exception: to recompute may be faster than to stack residuals, and the bounds fall by the estimated gain.
 """
