@@ -479,12 +479,13 @@ class StepSearch:
             self.tried = f"Nothing would fit in {count} microbatches either." if count > 1 else self.tried
             variants.drop_larger(variant)
             return partial(self._smallest_step, step_problem, on_meshes)
+        deadline = Deadline.after(time_limit_s, self.clock)
         baseline = self.trials.baseline(step_problem, on_meshes, time_limit_s / 2)
         promised_s = min(one.promised_s(one.pinned(self.pins)) for one in on_meshes)
         variants.took(variant, promised_s)
         if count > 1:
             self.tried = f"Up to {count} microbatches were tried too."
-        least = self._search_under_cap(baseline, time_limit_s / 2)
+        least = self._search_under_cap(baseline, max(deadline.left_s, time_limit_s / 2))
         if self.best is before and promised_s < self.trials.least_s:
             variants.missed(variant, self.trials.nearest_of(step_problem))
         return least
