@@ -18,9 +18,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from autoshard.search.plan.argument_paths import Tokens, pieces
+from autoshard.search.plan.number_ranges import ranges
 from autoshard.search.plan.text_table import aligned, more_of, plural
 
 _MAX_ARGUMENT_LINES = 16
@@ -145,7 +147,8 @@ def _lines(section: _Section) -> list[tuple[str, int, str]]:
     """(spec, number of arguments, their paths) of each line: the most common spec first, replicated arguments last."""
     universe = _universe(section.among)
     lines = [
-        (spec, section.copies * _size(box), _box_text(box, universe)) for spec, box in _boxes(section.specs)
+        (spec, section.copies * prod(map(len, box)), _box_text(box, universe))
+        for spec, box in _boxes(section.specs)
     ]
     split = sorted((line for line in lines if line[0] != _REPLICATED), key=lambda line: -line[1])
     replicated = [line for line in lines if line[0] == _REPLICATED]
@@ -215,24 +218,6 @@ def _choice_text(tokens: tuple[str, ...], occurring: set[str]) -> str:
     names = [t.removeprefix(opening).removesuffix(closing) for t in tokens]
     cut = [*names[:_MAX_NAMES], "..."] if len(names) > _MAX_NAMES else names
     return f"{opening if all(t.startswith(opening) for t in tokens) else ''}{'|'.join(cut)}{closing}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """`0-3,7` of 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _size(box: Box) -> int:
-    size = 1
-    for tokens in box:
-        size *= len(tokens)
-    return size
 
 
 def _unnumbered(tokens: Tokens) -> Tokens:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from autoshard.cost_model.cluster import Cluster
+from autoshard.search.plan.number_ranges import numbers_of, ranges
 from autoshard.search.plan.resting_places import UPDATED, is_on_host
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
@@ -150,13 +151,7 @@ def _sharing_of_stages(stages: Sequence[StageShape]) -> str:
         texts.setdefault(sharing(stage), []).append(n)
     if len(texts) == 1:
         return next(iter(texts))
-    return "; ".join(f"stage{'s' * (len(n) > 1)} {_numbers(n)}: {words}" for words, n in texts.items())
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """`0-2` of neighbours, `0, 2` of others."""
-    is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if is_run and len(numbers) > 1 else ", ".join(map(str, numbers))
+    return "; ".join(f"stage{'s' * (len(n) > 1)} {ranges(n, ', ')}: {words}" for words, n in texts.items())
 
 
 def sharing(stage: StageShape) -> str:
@@ -228,7 +223,7 @@ def _recomputed(plan: PlanShape) -> list[str]:
     if not again:
         return []
     layers = Counter(
-        (_count(found[1]), int(found[2]))
+        (len(numbers_of(found[1])), int(found[2]))
         for name, text in again.items()
         if HEAVY.search(name) and (found := _SOME_RECOMPUTED.search(text))
     )
@@ -241,9 +236,3 @@ def _recomputed(plan: PlanShape) -> list[str]:
         ]
     share = max((s.shares.recomputed for s in plan.stages if s.shares), default=0.0)
     return [f"{share:.0%} of the forward FLOPs recomputed" if share >= 0.005 else "cheap ops recomputed"]
-
-
-def _count(ranges: str) -> int:
-    """How many numbers `0-3, 7` has."""
-    runs = [run.split("-") for run in ranges.split(", ")]
-    return sum(int(run[-1]) - int(run[0]) + 1 for run in runs)

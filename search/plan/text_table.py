@@ -93,7 +93,7 @@ def plural(count: int, what: str, ending: str = "s") -> str:
     return f"{count} {what}{'' if count == 1 else ending}"
 
 
-def percent(part: float, whole: float) -> str:
+def percent(part: float, whole: float = 1.0) -> str:
     """A share as a whole percentage: `45%`, `<1%` of a small one, `-` of nothing."""
     if whole <= 0:
         return "-"
