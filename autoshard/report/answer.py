@@ -3,9 +3,10 @@
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.report.markup import Html, element, joined
-from autoshard.report.sentences import filling, limit, more_memory, percent
+from autoshard.report.sentences import filling, limit, more_memory
 from autoshard.search.plan.headline import mfu
 from autoshard.search.plan.peak_band import band, is_known, may_exceed
+from autoshard.search.plan.text_table import percent
 from autoshard.search.plan.values import PlanValues
 
 

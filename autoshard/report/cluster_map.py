@@ -15,7 +15,7 @@ from autoshard.report.markup import Html, element, joined, table
 from autoshard.search.pipeline.schedules.registry import build_schedule
 from autoshard.search.plan.executors import EXECUTORS
 from autoshard.search.plan.headline import axis_words
-from autoshard.search.plan.summary import whole_mesh
+from autoshard.search.plan.plan_meshes import whole_mesh
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import PlanValues
 
