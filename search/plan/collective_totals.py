@@ -1,12 +1,13 @@
 """The collectives of a step added up, as a plan says them: one line for each kind over each set of axes."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from autoshard.search.plan.values import Collective
 
 
-class EqualCollectives(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class EqualCollectives:
     """Equal collectives of a step.
 
     Attributes:
