@@ -23,13 +23,10 @@ from typing import Any
 
 from autoshard.search.plan.argument_paths import Tokens, pieces
 from autoshard.search.plan.number_ranges import ranges
-from autoshard.search.plan.text_table import aligned, more_of, plural
+from autoshard.search.plan.text_table import NAMES_IN_A_LINE, aligned, few, more_of, plural
 
 _MAX_ARGUMENT_LINES = 16
 """Lines for the arguments of one section. Source: four sections and the rest still fit a tall terminal."""
-
-_MAX_NAMES = 6
-"""Names in one list before it is cut short. Source: a choice of ours."""
 
 _REPLICATED = "P()"
 
@@ -155,9 +152,8 @@ def _lines(section: _Section) -> list[tuple[str, int, str]]:
     if len(replicated) <= 2:
         return split + replicated
     names = Counter(_last_name(path) for path, spec in section.specs.items() if spec == _REPLICATED)
-    shown = [f"{section.copies * count} {name}" for name, count in names.most_common(_MAX_NAMES)]
-    text = ", ".join([*shown, *["..."] * (len(names) > len(shown))])
-    return [*split, (_REPLICATED, section.copies * names.total(), text)]
+    counted = few([f"{section.copies * count} {name}" for name, count in names.most_common()])
+    return [*split, (_REPLICATED, section.copies * names.total(), counted)]
 
 
 Box = tuple[tuple[str, ...], ...]
@@ -216,7 +212,7 @@ def _choice_text(tokens: tuple[str, ...], occurring: set[str]) -> str:
         return template.replace("*", "*" if set(tokens) >= occurring else ranges(numbers))
     opening, closing = ("[", "]") if tokens[0].startswith("[") else (".", "")
     names = [t.removeprefix(opening).removesuffix(closing) for t in tokens]
-    cut = [*names[:_MAX_NAMES], "..."] if len(names) > _MAX_NAMES else names
+    cut = [*names[:NAMES_IN_A_LINE], "..."] if len(names) > NAMES_IN_A_LINE else names
     return f"{opening if all(t.startswith(opening) for t in tokens) else ''}{'|'.join(cut)}{closing}"
 
 
