@@ -15,7 +15,6 @@ from autoshard import lowerings, pipelines, planning
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError, closest
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
-from autoshard.executors.spmd_layout import REPLICA, STAGE
 from autoshard.lowerings import Found
 from autoshard.options import Options
 from autoshard.search.explained_memory import pinned
@@ -33,6 +32,7 @@ from autoshard.search.plan.headline import headline
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_resting import mesh_shape, resting_spec
 from autoshard.search.plan.text_table import plural
+from autoshard.search.plan.values import REPLICA, STAGE
 
 CHOICES = ("stages", "schedule", "microbatches")
 """The choices of a pipeline that are explained."""

@@ -30,7 +30,7 @@ from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.plan.collective_totals import EqualCollectives, added_up
 from autoshard.search.plan.spmd_resting import is_shared_out, mesh_shape, num_microbatches, resting_spec
 from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
-from autoshard.search.plan.values import Collective
+from autoshard.search.plan.values import REPLICA, STAGE, Collective
 from autoshard.search.problem.costs import COMBINED_BYTES
 
 Part = Segment | LayerLoop | Graph
@@ -39,7 +39,7 @@ Part = Segment | LayerLoop | Graph
 STAGE_AXIS, REPLICA_AXIS = 0, 1
 """The mesh axes of stages and of replicas. The axes of a replica's devices follow."""
 
-AXES = ("stage", "replica")
+AXES = (STAGE, REPLICA)
 """The names of these axes."""
 
 

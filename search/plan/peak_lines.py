@@ -2,9 +2,9 @@
 
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes
-from autoshard.search.plan.peak_band import HasPeaks, band, is_known, may_exceed
+from autoshard.search.plan.peak_band import band, is_known, may_exceed
 from autoshard.search.plan.text_table import percent
-from autoshard.search.plan.values import PlanValues
+from autoshard.search.plan.values import Estimates, PlanValues
 
 
 def peak_lines(plan: PlanValues, cluster: AnyCluster) -> list[str]:
@@ -22,7 +22,7 @@ def peak_lines(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     return lines
 
 
-def _memory_line(estimates: HasPeaks, cap_bytes: int, platform: str) -> str:
+def _memory_line(estimates: Estimates, cap_bytes: int, platform: str) -> str:
     """The compiled peak and its share of the cap; or the predicted one, with its error band if that is known."""
     predicted, compiled = estimates.peak_bytes, estimates.compiled_peak_bytes
     if compiled is None:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from autoshard.search.plan.values import Collective, PlanValues
+from autoshard.search.plan.values import STAGE, Collective, PlanValues
 
 
 def whole_mesh(plan: PlanValues) -> dict[str, int]:
     """The mesh of a plan's program; of a pipeline whose stages have programs of their own, that of its first ones."""
     if not plan.is_pipeline:
         return dict(plan.decisions.mesh)
-    return {"stage": plan.workers, **plan.mesh_of(plan.stages[0])}
+    return {STAGE: plan.workers, **plan.mesh_of(plan.stages[0])}
 
 
 def stage_meshes(plan: PlanValues) -> list[dict[str, int]]:
