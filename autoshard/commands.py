@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from autoshard.no_device import use_no_device as use_no_device
 from autoshard.options import Options, among
 from autoshard.pipeline_request import are_allowed
 from autoshard.planning import limit_bytes
+from autoshard.progress import Progress
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.pipeline import timeline
 from autoshard.search.plan import profile_trace
@@ -45,11 +46,9 @@ def search(options: argparse.Namespace) -> int:
         _check_writable(options.out, "--out")
     keywords = among(vars(options)) | {"pin": _pins(options.pin)}
     keywords["cluster"] = _checked(keywords)
-    with shown() as progress, contextlib.redirect_stdout(sys.stderr):
-        progress(f"loading {options.target}")
-        with target(options.target) as (step, args), terminal.native_stdout_dropped():
-            searched = functools.partial(api.search, step, *args, **keywords, progress=progress)
-            plan = terminal.interruptible(searched)
+    with shown() as progress, _loaded(options, progress) as (step, args):
+        searched = functools.partial(api.search, step, *args, **keywords, progress=progress)
+        plan = terminal.interruptible(searched)
     if options.out is not None:
         plan.save(options.out)
     return _print(plan, options.json)
@@ -64,6 +63,17 @@ def _checked(keywords: Mapping[str, Any]) -> AnyCluster:
     return hardware
 
 
+@contextlib.contextmanager
+def _loaded(
+    options: argparse.Namespace, progress: Progress = lambda line: None
+) -> Generator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """A context in which a command has its step and the step's arguments. All that they print goes to stderr."""
+    with contextlib.redirect_stdout(sys.stderr):
+        progress(f"loading {options.target}")
+        with target(options.target) as loaded, terminal.native_stdout_dropped():
+            yield loaded
+
+
 def what_if(options: argparse.Namespace) -> int:
     """Plans a step for several clusters."""
     if options.html is not None:
@@ -75,19 +85,17 @@ def verify(options: argparse.Namespace) -> int:
     """Compiles a plan's program and compares it with the plan."""
     api.loaded(options.plan)  # before the target, which may load slowly
     target_config_text(options.target_config)
-    with shown() as progress, contextlib.redirect_stdout(sys.stderr):
-        progress(f"loading {options.target}")
-        with target(options.target) as (step, args), terminal.native_stdout_dropped():
-            proof = api.verify(
-                step,
-                *args,
-                plan=options.plan,
-                full=options.full,
-                state=options.state,
-                target_config=options.target_config,
-                timeout_s=options.timeout,
-                progress=progress,
-            )
+    with shown() as progress, _loaded(options, progress) as (step, args):
+        proof = api.verify(
+            step,
+            *args,
+            plan=options.plan,
+            full=options.full,
+            state=options.state,
+            target_config=options.target_config,
+            timeout_s=options.timeout,
+            progress=progress,
+        )
     print(json.dumps(proof.to_json(), indent=1) if options.json else proof, flush=True)
     return proof.exit_status
 
@@ -97,21 +105,19 @@ def eject(options: argparse.Namespace) -> int:
     if options.out is not None:
         _check_writable(options.out, "--out")
     api.loaded(options.plan)  # before the target, which may load slowly
-    with shown() as progress, contextlib.redirect_stdout(sys.stderr):
-        progress(f"loading {options.target}")
-        with target(options.target) as (step, args), terminal.native_stdout_dropped():
-            ejected = api.eject(
-                step,
-                *args,
-                plan=options.plan,
-                only=options.only,
-                form=options.form,
-                verify=options.verify,
-                state=options.state,
-                target_config=options.target_config,
-                timeout_s=options.timeout,
-                progress=progress,
-            )
+    with shown() as progress, _loaded(options, progress) as (step, args):
+        ejected = api.eject(
+            step,
+            *args,
+            plan=options.plan,
+            only=options.only,
+            form=options.form,
+            verify=options.verify,
+            state=options.state,
+            target_config=options.target_config,
+            timeout_s=options.timeout,
+            progress=progress,
+        )
     for difference in ejected.differences:
         say(f"differs: {difference}")
     if options.out is None:
@@ -183,11 +189,7 @@ def _check_comparable(plan: Plan, other: Plan, options: argparse.Namespace) -> N
 def explain(options: argparse.Namespace) -> int:
     """Prints why a plan decides something as it does."""
     api.loaded(options.plan)  # before the target, which may load slowly
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        target(options.target) as (step, args),
-        terminal.native_stdout_dropped(),
-    ):
+    with _loaded(options) as (step, args):
         explained = functools.partial(
             api.explain, step, *args, plan=options.plan, name=options.name, state=options.state
         )
@@ -199,11 +201,7 @@ def explain(options: argparse.Namespace) -> int:
 def _priced(options: argparse.Namespace) -> tuple[Plan, Plan | None]:
     """The plan, and the one to compare it with, with new estimates: made of their decisions and the step."""
     paths = [path for path in (options.plan, options.against) if path is not None]
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        target(options.target) as (step, args),
-        terminal.native_stdout_dropped(),
-    ):
+    with _loaded(options) as (step, args):
         plans = [api.priced(step, *args, plan=path, state=options.state) for path in paths]
     return plans[0], next(iter(plans[1:]), None)
 
@@ -252,7 +250,7 @@ def _show_choices(options: argparse.Namespace) -> int:
             "--choices needs the step: a plan says what is decided, and not what could be. Give its TARGET too: "
             f"autoshard show {options.plan} train.py:target --choices {shlex.quote(options.choices)}"
         )
-    with contextlib.redirect_stdout(sys.stderr), target(options.target) as (step, args):
+    with _loaded(options) as (step, args):
         found = api.choices(step, *args, plan=options.plan, name=options.choices, state=options.state)
     print(json.dumps(found, indent=1) if options.json else "\n".join(found), flush=True)
     return 0

@@ -22,9 +22,7 @@ from autoshard.cost_model.mixed_cluster import MixedCluster
 from autoshard.options import ALWAYS, AUTO, IN_DOUBT, NEVER
 from autoshard.parallelized import Parallelized
 from autoshard.search.plan.plan import Plan
-
-MAX_SHOWN = 60
-"""Characters of a value that a message shows at most. Source: a choice of ours."""
+from autoshard.search.plan.text_table import WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,8 @@ def is_met(name: str, value: Any) -> bool:
 
 
 def _in_a_line(value: Any) -> str:
-    """A value's `repr` on one line, at most `MAX_SHOWN` characters."""
-    return f"{' '.join(repr(value).split()):.{MAX_SHOWN}}"
+    """A value's `repr`, as far as it fits a line."""
+    return f"{' '.join(repr(value).split()):.{WIDTH}}"
 
 
 def _is_count(value: Any) -> bool:

@@ -19,7 +19,7 @@ from autoshard.search.memory.offload import may_rest_on_host
 from autoshard.search.plan.argument_paths import Counterparts, ending_in, near, pieces, unfolded, within
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.resting_places import is_on_host, without_place
-from autoshard.search.plan.text_table import NAMES_IN_A_LINE
+from autoshard.search.plan.text_table import few
 
 Pins = Mapping[str, PartitionSpec | str] | Plan
 
@@ -139,8 +139,8 @@ def _apart(option: str, step: Step, rested: Rested) -> str:
     shapes = zip(step.arguments, step.abstract_inputs(), strict=True)
     ours = [a.name if None in rested.shapes.values() else f"{a.name} {x.shape}" for a, x in shapes]
     return (
-        f"{option}= is a plan for {rested.plan.step!r}, which shares no argument with {step.name!r}: {_some(theirs)} there; "
-        f"{_some(ours)} here"
+        f"{option}= is a plan for {rested.plan.step!r}, which shares no argument with {step.name!r}: {few(theirs)} there; "
+        f"{few(ours)} here"
     )
 
 
@@ -242,12 +242,7 @@ def _checked(key: str, names: Sequence[str]) -> dict[str, Precision]:
     meant = list(dict.fromkeys("".join(pieces(name)[:length]) for name, (length, _) in found.items()))
     if len(meant) > 1 and all(is_exact for _, is_exact in found.values()):
         raise InputError(
-            f"pin {key!r} matches {_some(meant)}. Name one of them by its whole pytree path",
+            f"pin {key!r} matches {few(meant)}. Name one of them by its whole pytree path",
             section="a-wrong-name",
         )
     return found
-
-
-def _some(names: Any) -> str:
-    shown = list(names)
-    return ", ".join(shown[:NAMES_IN_A_LINE]) + ", ..." * (len(shown) > NAMES_IN_A_LINE)

@@ -15,7 +15,6 @@ from autoshard import lowerings, pipelines, planning
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError, closest
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
-from autoshard.executors.spmd_layout import REPLICA, STAGE
 from autoshard.lowerings import Found
 from autoshard.options import Options
 from autoshard.search.explained_memory import pinned
@@ -29,10 +28,11 @@ from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.explained import CHEAPER_ELSEWHERE, IMPROVABLE, NOT_POSSIBLE, TIE, MoreMemory
 from autoshard.search.plan.explained_pipeline import NOT_NEEDED, Neighbour, PipelineExplanation, Place
+from autoshard.search.plan.headline import headline
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_resting import mesh_shape, resting_spec
-from autoshard.search.plan.summary import plan_title
 from autoshard.search.plan.text_table import plural
+from autoshard.search.plan.values import REPLICA, STAGE
 
 CHOICES = ("stages", "schedule", "microbatches")
 """The choices of a pipeline that are explained."""
@@ -165,7 +165,7 @@ class _Neighbourhood:
         if self.plan.estimates.step_s + more_s >= cutoff_s:
             return Neighbour(choice, why_not=NOT_NEEDED)
         more_bytes = other.estimates.peak_bytes - self.plan.estimates.peak_bytes
-        return Neighbour(choice, plan_title(other), more_s, more_bytes)
+        return Neighbour(choice, headline(other), more_s, more_bytes)
 
     def _searched(self, options: Options, cutoff_s: float) -> Plan:
         if options.stages is None:
@@ -195,7 +195,7 @@ class _Neighbourhood:
         less_s = step_s - other.estimates.step_s
         is_faster = less_s > RELATIVE_GAP * step_s
         return MoreMemory(
-            higher - cap_bytes, less_s if is_faster else 0.0, plan_title(other) if is_faster else "", False
+            higher - cap_bytes, less_s if is_faster else 0.0, headline(other) if is_faster else "", False
         )
 
 

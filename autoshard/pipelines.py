@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Protocol, Self, cast
+from typing import Any, cast
 
 from autoshard import compiled_peaks, lowerings, planning
 from autoshard.cost_model.cluster import Cluster
@@ -21,9 +21,10 @@ from autoshard.cost_model.units import format_seconds
 from autoshard.options import ALWAYS, Options
 from autoshard.pipeline_request import allowed_executor, requested
 from autoshard.processes import ALONE, Processes
+from autoshard.programs import Built
 from autoshard.progress import Progress
+from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
-from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, LATEST
 from autoshard.search.pipeline import planning as pipelines
 from autoshard.search.pipeline import spmd_planning
@@ -49,25 +50,7 @@ MUCH_FASTER = 1.3
 Source: a choice of ours."""
 
 
-class OneProgram(Protocol):
-    """The result of a search for one program."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan."""
-        ...
-
-    @property
-    def on_mesh(self) -> MeshProblem:
-        """The problem that the plan solves."""
-        ...
-
-    def waited(self, part: str, seconds: float) -> Self:
-        """A copy whose search times also hold these seconds under the name `part`."""
-        ...
-
-
-def fastest[One: OneProgram](
+def fastest[One: (SearchResult, Built)](
     step: Step,
     cluster: Cluster,
     options: Options,
@@ -117,7 +100,7 @@ def fastest[One: OneProgram](
 
 
 def _prepared(
-    step: Step, cluster: Cluster, options: Options, found: OneProgram | None, clock_s: float
+    step: Step, cluster: Cluster, options: Options, found: SearchResult | Built | None, clock_s: float
 ) -> Prepared:
     """The clock of the search so far goes on, and the work of the step is that of one program.
 
@@ -199,7 +182,7 @@ def _waited[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
     return replace(found, plan=replace(found.plan, search_s=search_s))
 
 
-def found_or_alone[One: OneProgram](
+def found_or_alone[One: (SearchResult, Built)](
     step: Step,
     cluster: Cluster,
     options: Options,

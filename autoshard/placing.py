@@ -22,6 +22,7 @@ from autoshard.executors.transfers import is_sent, sent, spread
 from autoshard.planning import LARGE_BYTES, LARGE_SHARE
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Role, Step
+from autoshard.search.plan.text_table import few
 from autoshard.user_warning import warn
 
 FAILURES = (ValueError, TypeError, RuntimeError)
@@ -193,7 +194,7 @@ def _warn_of_moves(
     num_bytes = sum(x.nbytes for x in again.values())
     everything = sum(step.graph.values[v].num_bytes for v in step.graph.inputs)
     if num_bytes >= max(LARGE_BYTES, LARGE_SHARE * everything):
-        names = _some([step.arguments[i].name for i in again])
+        names = few([step.arguments[i].name for i in again])
         warn(
             f"{format_bytes(num_bytes)} of the arguments of {step.name} are not sharded as in its plan, and move "
             f"in each call: {names}. {advice}"
@@ -204,7 +205,3 @@ def _lies_otherwise(x: Any, sharding: Any) -> bool:
     """True if an array on several devices has another sharding."""
     is_spread = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
     return is_spread and not x.sharding.is_equivalent_to(sharding, x.ndim)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)

@@ -31,7 +31,7 @@ from autoshard.search.plan.argument_paths import near
 from autoshard.search.plan.explained import Explanation
 from autoshard.search.plan.peak_band import compiled_as
 from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.text_table import NAMES_IN_A_LINE
+from autoshard.search.plan.text_table import few
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.op_rules import primitives_without_rule
 from autoshard.user_warning import warn
@@ -123,7 +123,7 @@ def _retyped(step: Step) -> str:
         return ""
     num_bytes = format_bytes(sum(one.old.num_bytes + one.new.num_bytes for one in found))
     return (
-        f"{step.name} returns {len(found)} arguments, which are its state, in another type: {_some(list(map(str, found)))}. "
+        f"{step.name} returns {len(found)} arguments, which are its state, in another type: {few(list(map(str, found)))}. "
         f"Their memory cannot be reused: old and new take {num_bytes}; and the next call, with the new types, is planned "
         "and compiled again. To keep a type, convert the new value to it: new.astype(old.dtype)"
     )
@@ -367,15 +367,8 @@ def explained(step: Step, plan: Plan, name: str, place: str) -> Explanation:
 
 def _change_of_estimates(plan: Plan, found: driver.SearchResult, place: str) -> str:
     """The warning that names hand-made edits and the decisions that contradicted them."""
-    edits = _some([name for _, name in plan.edited]) or "its arguments"
-    return f"{place}: what contradicts {edits}, as edited by hand, is decided anew: {_some(found.anew)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first few names."""
-    return ", ".join(names[:NAMES_IN_A_LINE]) + f" and {len(names) - NAMES_IN_A_LINE} more" * (
-        len(names) > NAMES_IN_A_LINE
-    )
+    edits = few([name for _, name in plan.edited]) or "its arguments"
+    return f"{place}: what contradicts {edits}, as edited by hand, is decided anew: {few(found.anew)}"
 
 
 def given_bytes(memory: str | int, cluster: AnyCluster) -> int:

@@ -25,7 +25,7 @@ from autoshard.cost_model import errors
 from autoshard.cost_model.errors import AutoshardError, InputError
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step
-from autoshard.search.plan.text_table import NAMES_IN_A_LINE
+from autoshard.search.plan.text_table import few
 
 WAIT_MS = 1000
 """Longest wait before Python can handle Ctrl-C. Source: a user notices longer ones (`autoshard.progress.NOTICED_S`)."""
@@ -169,6 +169,4 @@ def _heard(key: str) -> str:
 
 
 def _named(processes: Sequence[int]) -> str:
-    few = ", ".join(map(str, processes[:NAMES_IN_A_LINE]))
-    more = f" and {len(processes) - NAMES_IN_A_LINE} more" * (len(processes) > NAMES_IN_A_LINE)
-    return f"process{'es' * (len(processes) > 1)} {few}{more}"
+    return f"process{'es' * (len(processes) > 1)} {few([*map(str, processes)])}"

@@ -25,7 +25,8 @@ NOTICED_S = 1.0
 1993, section 5.5."""
 
 PATIENCE_S = 5.0
-"""Seconds after which a silent call logs its stage. Source: a choice of ours."""
+"""Seconds after which a silent call logs its stage. Derived: twice in the 10 s for which a user's attention lasts, by the
+same section."""
 
 
 @contextlib.contextmanager

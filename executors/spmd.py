@@ -32,10 +32,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.executors.jit import Program, jitted
 from autoshard.executors.rewrite import evaluator
-from autoshard.executors.spmd_layout import REPLICA, STAGE, SpmdLayout
+from autoshard.executors.spmd_layout import SpmdLayout
 from autoshard.executors.spmd_ticks import NOTHING, Ticks
 from autoshard.search.ir.graph import Graph
 from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
+from autoshard.search.plan.values import REPLICA, STAGE
 
 
 def build(

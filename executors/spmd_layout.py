@@ -22,9 +22,7 @@ from autoshard.cost_model.units import format_mesh
 from autoshard.search.ir.spec import WHOLE, Spec, partition_spec
 from autoshard.search.plan.spmd_resting import is_shared_out, num_microbatches, resting_spec
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
-
-STAGE, REPLICA = "stage", "replica"
-"""The first two axes: stages, and the replicas of each stage, which take different examples."""
+from autoshard.search.plan.values import REPLICA, STAGE
 
 EVERY = PartitionSpec((REPLICA, STAGE))
 """Parts of the batch, split over all replicas: the parts of the r-th replicas of all stages are neighbours."""

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.executors.rewrite import evaluator
-from autoshard.executors.spmd_layout import STAGE, SpmdLayout
+from autoshard.executors.spmd_layout import SpmdLayout
 from autoshard.search.ir.sharding import OperandReshard, ReshardStep, StepSharding
 from autoshard.search.plan.spmd_step import LOOP, LayerLoop, SpmdStep
+from autoshard.search.plan.values import STAGE
 
 NOTHING = StepSharding((), (), {}, {})
 

@@ -1,6 +1,6 @@
 """The shardings at a program's border, by pytree path: all that a plan says of a step from outside."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,16 +152,29 @@ def arguments(program: Program, names: Sequence[str]) -> tuple[Tree, ...]:
 
 
 def _tree(name: str, shardings: Any) -> Tree:
-    leaves: dict[str, Resting] = {}
-    for path, sharding in jax.tree.leaves_with_path(shardings):
-        there = Resting.of(sharding)
-        text = path_text(path)
-        if leaves.setdefault(text, there) != there:
+    return Tree(name, by_path(name, shardings, Resting.of))
+
+
+def by_path[Place](name: str, tree: Any, place: Callable[[Any], Place]) -> dict[str, Place]:
+    """The places of an argument's arrays by their paths.
+
+    Args:
+      name: the argument's.
+      tree: a pytree with a leaf for each array.
+      place: the place that a leaf says.
+
+    Raises:
+      InputError: two arrays have one path and lie apart.
+    """
+    found = dict[str, Place]()
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        text, there = path_text(path), place(leaf)
+        if found.setdefault(text, there) != there:
             raise InputError(
                 f"two arrays of {name} have the path {text!r} and lie apart, so that a path does not name one of them. "
                 "Rename a key that holds a slash"
             )
-    return Tree(name, leaves)
+    return found
 
 
 def path_text(path: Any) -> str:

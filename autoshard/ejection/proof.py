@@ -17,8 +17,7 @@ from autoshard.cost_model.xla.process import Compiler, Job, compile_all_apart
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors.jit import Program
 from autoshard.progress import Progress
-from autoshard.verification.records import Footprint, Moved
-from autoshard.verification.result import moved_difference
+from autoshard.verification.records import Footprint, Moved, paired
 
 PEAK_SHARE = 0.01
 """Largest difference of two compiled peaks that does not count, as a share of the plan's. Source: a choice of ours; XLA
@@ -35,18 +34,12 @@ class Beside:
     @property
     def collectives(self) -> tuple[Moved, ...]:
         """Each kind over each set of axes, of the plan's program and of the ejected step."""
-        nothing = (0, 0)
-        ours, theirs = self.planned.collectives, self.ejected.collectives
-        return tuple(
-            Moved(kind, axes, *ours.get((kind, axes), nothing), *theirs.get((kind, axes), nothing))
-            for kind, axes in sorted({**ours, **theirs})
-        )
+        return paired(self.planned.collectives, self.ejected.collectives)
 
     @property
     def footprints(self) -> tuple[Footprint, Footprint]:
         """The memory of the plan's program and of the ejected step."""
-        ours, theirs = map(_footprint, (self.planned, self.ejected))
-        return ours, theirs
+        return Footprint.of(self.planned), Footprint.of(self.ejected)
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -63,17 +56,7 @@ class Beside:
         return [f"peak memory: {format_bytes(theirs)} a device, {difference}"]
 
 
-def _footprint(stats: CompiledStats) -> Footprint:
-    residents = {
-        "arguments": stats.argument_bytes,
-        "outputs not aliased": stats.fresh_output_bytes,
-        "temporaries": stats.temporary_bytes,
-    }
-    return Footprint(stats.peak_bytes, stats.host_bytes, residents)
-
-
 def _worded(moved: Moved) -> str:
-    assert moved_difference(moved)
     return (
         f"{moved.kind} over {', '.join(moved.axes)}: {format_bytes(moved.compiled_bytes)} a device and step, and the plan's "
         f"program {format_bytes(moved.predicted_bytes)}"

@@ -5,15 +5,15 @@ whole file of it. Those who have a pipeline of their own need the stages' device
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 import jax
 
-from autoshard.cost_model.errors import InputError
 from autoshard.ejection import source
-from autoshard.ejection.layout import path_text
+from autoshard.ejection.layout import by_path
 from autoshard.ejection.shardings_file import IMPORT_SPEC, docstring
 from autoshard.search.ir.spec import partition_spec
 from autoshard.search.pipeline.pipeline_plan import Pipeline
@@ -42,8 +42,8 @@ def stage_shardings_file(found: Pipeline, names: Sequence[str]) -> str:
 
 
 def _constants(found: Pipeline, names: Sequence[str]) -> str:
-    trees = dict(zip(names, _places(found), strict=True))
-    places = {name: _by_path(name, tree) for name, tree in trees.items()}
+    trees = zip(names, _arguments(found), strict=True)
+    places = {name: by_path(name, tree, partial(_place, found)) for name, tree in trees}
     meshes = [
         dict(zip(sharding.axis_names, sharding.mesh_shape, strict=True)) for sharding in found.shardings
     ]
@@ -81,33 +81,15 @@ def _devices(found: Pipeline) -> list[tuple[int, ...]]:
     return [there[stage] for stage in sorted(there)]
 
 
-def _places(found: Pipeline) -> list[Any]:
-    """For each argument, a pytree of its arrays' stages and specs."""
-    step, stage_of = found.programs.step, found.programs.stage_of
-
-    def place(v: int) -> tuple[int, str]:
-        sharding = found.shardings[stage_of[v]]
-        return stage_of[v], source.text(partition_spec(sharding.spec(v), sharding.axis_names))
-
-    leaves = [_Leaf(place(v)) for v in step.graph.inputs]
-    args, kwargs = jax.tree.unflatten(step.in_tree, leaves)
+def _arguments(found: Pipeline) -> list[Any]:
+    """For each argument, a pytree of its arrays' values."""
+    step = found.programs.step
+    args, kwargs = jax.tree.unflatten(step.in_tree, step.graph.inputs)
     return [*args, *(kwargs[name] for name in sorted(kwargs))]
 
 
-class _Leaf:
-    """A stage and a spec, which are one leaf of a pytree."""
-
-    def __init__(self, place: tuple[int, str]) -> None:
-        self.place = place
-
-
-def _by_path(name: str, tree: Any) -> dict[str, tuple[int, str]]:
-    found = dict[str, tuple[int, str]]()
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        text = path_text(path)
-        if found.setdefault(text, leaf.place) != leaf.place:
-            raise InputError(
-                f"two arrays of {name} have the path {text!r} and lie apart, so that a path does not name one of them. "
-                "Rename a key that holds a slash"
-            )
-    return found
+def _place(found: Pipeline, v: int) -> tuple[int, str]:
+    """The stage of a value, and its spec there."""
+    stage = found.programs.stage_of[v]
+    sharding = found.shardings[stage]
+    return stage, source.text(partition_spec(sharding.spec(v), sharding.axis_names))

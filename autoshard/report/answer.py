@@ -3,9 +3,11 @@
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.report.markup import Html, element, joined
-from autoshard.report.sentences import filling, limit, more_memory, percent
+from autoshard.report.sentences import filling, limit, more_memory
 from autoshard.search.plan.headline import mfu
-from autoshard.search.plan.peak_band import band, is_known, may_exceed
+from autoshard.search.plan.peak_band import is_known
+from autoshard.search.plan.peak_lines import error_band
+from autoshard.search.plan.text_table import percent
 from autoshard.search.plan.values import PlanValues
 
 
@@ -54,6 +56,4 @@ def _peak_note(plan: PlanValues, cluster: AnyCluster, is_compiled: bool) -> str:
         return f"compiled; {format_bytes(predicted)} predicted"
     if not all(is_known(group.platform) for group in cluster.groups):
         return "predicted"
-    there = band(predicted)
-    doubt = "; it may not fit" if may_exceed(predicted, plan.memory_bytes) else ""
-    return f"predicted, not compiled: {format_bytes(there.least_bytes)} to {format_bytes(there.most_bytes)}{doubt}"
+    return f"predicted, {error_band(predicted, plan.memory_bytes)}"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from autoshard.cost_model.units import format_bytes
 from autoshard.report.markup import Html, element, joined
 from autoshard.report.spec_shares import local_bytes
-from autoshard.search.plan.argument_lines import ranges
 from autoshard.search.plan.argument_paths import pieces
+from autoshard.search.plan.number_ranges import ranges
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import PlanValues
 

@@ -10,12 +10,13 @@ from itertools import accumulate, product
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import MeshModel
 from autoshard.cost_model.mixed_cluster import AnyCluster
-from autoshard.cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
+from autoshard.cost_model.units import format_mesh
 from autoshard.report.markup import Html, element, joined, table
 from autoshard.search.pipeline.schedules.registry import build_schedule
 from autoshard.search.plan.executors import EXECUTORS
 from autoshard.search.plan.headline import axis_words
-from autoshard.search.plan.summary import whole_mesh
+from autoshard.search.plan.plan_meshes import whole_mesh
+from autoshard.search.plan.summary import axis_link, stage_predictions
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import PlanValues
 
@@ -85,11 +86,8 @@ def _axes(plan: PlanValues, cluster: AnyCluster) -> Html:
 
 
 def _link(group: Cluster, mesh: Mapping[str, int], axis: int) -> tuple[str, str]:
-    model = MeshModel(group, tuple(mesh.values()))
-    if tuple(mesh.values())[axis] == 1:
-        return "-", "-"
-    place = "across nodes" if model.group((axis,)).crosses_nodes else "inside a node"
-    return place, format_rate(model.axis_link(axis)[0])
+    sizes = tuple(mesh.values())
+    return ("-", "-") if sizes[axis] == 1 else axis_link(MeshModel(group, sizes), axis)
 
 
 def _stages(plan: PlanValues, is_priced: bool) -> Html:
@@ -105,7 +103,7 @@ def _stages(plan: PlanValues, is_priced: bool) -> Html:
             format_mesh(tuple(plan.mesh_of(stage).values())),
             groups[n],
             str(stage.first_op) if has_cuts else "-",
-            *(_times(plan, n) if is_priced else ("-",) * 4),
+            *(stage_predictions(plan.estimates.stages[n]) if is_priced else ("-",) * 4),
         )
         for n, stage in enumerate(plan.stages)
     ]
@@ -115,13 +113,3 @@ def _stages(plan: PlanValues, is_priced: bool) -> Html:
     kept = [n for n in range(len(head)) if any(row[n] != "-" for row in rows)]
     right = [i for i, n in enumerate(kept) if n not in (2, 3)]
     return table(title, [head[n] for n in kept], [[row[n] for n in kept] for row in rows], right)
-
-
-def _times(plan: PlanValues, n: int) -> tuple[str, ...]:
-    taken = plan.estimates.stages[n]
-    return (
-        format_seconds(taken.forward_s),
-        format_seconds(taken.backward_s + taken.weight_gradient_s),
-        format_seconds(taken.update_s),
-        format_bytes(taken.peak_bytes),
-    )

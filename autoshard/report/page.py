@@ -19,7 +19,7 @@ from autoshard.search.pipeline.simulator import Simulation
 from autoshard.search.pipeline.timeline import simulated
 from autoshard.search.plan.certificate import certificate, certified_gap
 from autoshard.search.plan.edits import is_edited
-from autoshard.search.plan.summary import plan_title
+from autoshard.search.plan.headline import headline
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import Candidate, Collective, PlanValues
 
@@ -49,7 +49,7 @@ def page(plan: PlanValues) -> str:
         body = joined((_header(plan, cluster), *_sections(plan, cluster), _footer(plan)))
     except InputError as e:
         raise PlanError(str(e)) from e
-    title = element("title", f"{plan.step} on {cluster.name}: {plan_title(plan)}")
+    title = element("title", f"{plan.step} on {cluster.name}: {headline(plan)}")
     return Template(_part("page.html")).substitute(
         title=title, style=_part("page.css"), script=_part("page.js"), body=body
     )
@@ -86,7 +86,7 @@ def _sections(plan: PlanValues, cluster: AnyCluster) -> list[Html]:
 
 def _header(plan: PlanValues, cluster: AnyCluster) -> Html:
     where = f"{plan.step} on {cluster.name}: {cluster}{cluster.caveat}"
-    return element("header", element("p", where, class_="where"), element("h1", plan_title(plan)))
+    return element("header", element("p", where, class_="where"), element("h1", headline(plan)))
 
 
 def _answer(plan: PlanValues, cluster: AnyCluster) -> Html:

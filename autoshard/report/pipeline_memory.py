@@ -6,20 +6,16 @@ first.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from autoshard.cost_model.units import format_bytes
-from autoshard.report.markup import Html, behind, element, joined, table
+from autoshard.report.markup import Html, behind, element, table
 from autoshard.report.schedule_chart import MAX_LANES
-from autoshard.report.sentences import percent
+from autoshard.report.stacked import HEIGHT, areas, drawing
 from autoshard.report.step_chart import ticks
 from autoshard.report.worker_memory import NUM_SLICES, Slices, held
 from autoshard.search.pipeline.simulator import Simulation
-from autoshard.search.plan.text_table import plural
+from autoshard.search.plan.text_table import percent, plural
 from autoshard.search.plan.values import PlanValues
-
-HEIGHT = 100
-"""Units of a lane's height."""
 
 SHOWN_CAP = 4
 """Largest multiple of the fullest worker's memory at which the cap is the height of a lane. Above it, bars would be too low
@@ -57,40 +53,11 @@ def pipeline_memory(plan: PlanValues, simulation: Simulation) -> Html:
 
 
 def _lane(worker: int, stack: Sequence[Slices], top: float) -> Html:
-    below, areas = (0.0,) * NUM_SLICES, list[Html]()
-    for kind, slices in zip(KINDS.values(), stack, strict=True):
-        above = tuple(a + b for a, b in zip(below, slices, strict=True))
-        if any(slices):
-            areas.append(element("path", d=_area(below, above, top), class_=f"kind-{kind}"))
-        below = above
-    most = format_bytes(max(below))
-    label = f"worker {worker}: holds at most {most}"
-    drawing = element(
-        "svg",
-        joined(areas),
-        viewBox=f"0 0 {NUM_SLICES} {HEIGHT}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=label,
-    )
+    most = format_bytes(max(map(sum, zip(*stack, strict=True))))
+    parts = [*zip(KINDS.values(), stack, strict=True)]
+    chart = drawing(NUM_SLICES, HEIGHT, f"worker {worker}: holds at most {most}", areas(parts, top))
     name = element("span", f"worker {worker}")
-    return element("div", name, drawing, element("span", most, class_="number"), class_="lane holds")
-
-
-def _area(below: Slices, above: Slices, top: float) -> str:
-    """The outline of a band: forwards along its upper edge, backwards along its lower one; level parts are one line."""
-    there = "".join(f"V{_y(level, top)}H{end}" for _, end, level in _levels(above))
-    back = "".join(f"V{_y(level, top)}H{start}" for start, _, level in reversed(_levels(below)))
-    return f"M0 {HEIGHT}{there}{back}Z"
-
-
-def _levels(values: Slices) -> list[tuple[int, int, float]]:
-    runs = [[n for n, _ in run] for _, run in groupby(enumerate(values), key=lambda one: one[1])]
-    return [(run[0], run[-1] + 1, values[run[0]]) for run in runs]
-
-
-def _y(num_bytes: float, top: float) -> str:
-    return f"{HEIGHT * (1 - num_bytes / top):.1f}".removesuffix(".0")
+    return element("div", name, chart, element("span", most, class_="number"), class_="lane holds")
 
 
 def _table(plan: PlanValues, simulation: Simulation, stacks: Sequence[Sequence[Slices]]) -> Html:

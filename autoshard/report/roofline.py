@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.units import format_flops, format_rate, format_seconds
 from autoshard.report.markup import Html, bar, element, joined, table
-from autoshard.report.sentences import percent
-from autoshard.search.plan.argument_lines import ranges
+from autoshard.search.plan.number_ranges import ranges
 from autoshard.search.plan.profile import OpTime
+from autoshard.search.plan.text_table import percent
 
 TERA = 1e12
 """FLOP/s in a TFLOP/s."""

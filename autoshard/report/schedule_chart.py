@@ -6,10 +6,10 @@ of equal time, each as dark as its worker is busy.
 
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.report.markup import Html, behind, element, table
-from autoshard.report.sentences import percent
 from autoshard.report.step_chart import lane, ticks
+from autoshard.report.worker_memory import NUM_SLICES
 from autoshard.search.pipeline.simulator import Run, Simulation
-from autoshard.search.plan.text_table import plural
+from autoshard.search.plan.text_table import percent, plural
 from autoshard.search.plan.values import PlanValues
 
 MAX_BLOCKS = 600
@@ -20,9 +20,6 @@ LEAST_NUMBERED = 0.014
 
 MAX_LANES = 32
 """Workers that are drawn; the table has all."""
-
-NUM_SLICES = 60
-"""Slices of a lane without tasks."""
 
 
 def schedule_chart(plan: PlanValues, simulation: Simulation) -> Html:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.report.worker_memory import held
 from autoshard.search.pipeline.timeline import simulated
-from autoshard.search.plan.text_table import plural
+from autoshard.search.plan.text_table import percent, plural
 from autoshard.search.plan.values import PlanValues, StageEstimates
 
 SMALL = 0.2
@@ -16,13 +16,6 @@ SMALL = 0.2
 
 FULL = 0.9
 """Of the cap: a plan that holds less has room for a tenth more as it is."""
-
-
-def percent(part: float, whole: float = 1.0) -> str:
-    """A share for people: `<1%`, `85%`."""
-    if whole <= 0:
-        return "-"
-    return "<1%" if 0 < part < 0.005 * whole else f"{100 * part / whole:.0f}%"
 
 
 # --- the limit of the step

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 
-ON_HOST = " on host"
+from autoshard.search.plan.resting_places import without_place
 
 
 def local_bytes(array_type: str, spec: str, mesh: Mapping[str, int]) -> int | None:
@@ -38,7 +38,7 @@ def type_bits(dtype: str) -> int | None:
 
 def spec_parts(spec: str, mesh: Mapping[str, int]) -> list[int]:
     """The number of parts into which a spec divides each dimension that it names."""
-    text = spec.partition(ON_HOST)[0].removeprefix("P")
+    text = without_place(spec).removeprefix("P")
     try:
         dims = ast.literal_eval(text if text.endswith(",)") or text == "()" else f"{text[:-1]},)")
     except (SyntaxError, ValueError):

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.report.markup import Html, bar, behind, element, joined, table
-from autoshard.report.sentences import percent
+from autoshard.report.stacked import HEIGHT, areas, drawing
 from autoshard.search.plan.profile import Profile
 from autoshard.search.plan.summary import time_parts
+from autoshard.search.plan.text_table import percent
 from autoshard.search.plan.values import PlanValues
 
 LANES = ("forward", "recomputation", "backward", "update")
@@ -31,9 +32,6 @@ KINDS = (
 
 SHOWN_CAP = 1.6
 """A cap is drawn if it is no more than this multiple of the highest point."""
-
-HEIGHT = 100
-"""Units of the memory drawing, from bottom to top."""
 
 
 def step_chart(plan: PlanValues, profile: Profile) -> Html:
@@ -93,9 +91,9 @@ def lane(name: str, shares: Sequence[float], kind: str, took: str) -> Html:
         element("rect", x=start, width=end - start, y=0, height=1, opacity=f"{share:g}")
         for start, end, share in _runs([round(share, 1) if share >= 0.05 else 0 for share in shares])
     )
-    drawing = _svg(f"0 0 {len(shares)} 1", f"{name}: busy for {took}", rects)
+    strip = drawing(len(shares), 1, f"{name}: busy for {took}", rects)
     label = element("span", took, class_="number")
-    return element("div", element("span", name), drawing, label, class_=f"lane {kind}")
+    return element("div", element("span", name), strip, label, class_=f"lane {kind}")
 
 
 def _runs(values: Sequence[float]) -> list[tuple[int, int, float]]:
@@ -103,10 +101,6 @@ def _runs(values: Sequence[float]) -> list[tuple[int, int, float]]:
     edges = [n for n in range(len(values)) if n == 0 or values[n] != values[n - 1]]
     ends = [*edges[1:], len(values)]
     return [(start, end, values[start]) for start, end in zip(edges, ends, strict=True) if values[start]]
-
-
-def _svg(box: str, label: str, *children: str) -> Html:
-    return element("svg", *children, viewBox=box, preserveAspectRatio="none", role="img", aria_label=label)
 
 
 def ticks(seconds: float, count: int = 4) -> Html:
@@ -141,12 +135,8 @@ def _memory(plan: PlanValues, profile: Profile) -> Html | None:
     highest, cap = max(totals), plan.memory_bytes
     top = max(highest, cap if cap <= SHOWN_CAP * highest else 0) * 1.04
     at = _peak_slice(profile)
-    areas = joined(
-        element("path", d=_area(below, above, top), class_=f"kind-{name}")
-        for name, below, above in _layers(stack)
-    )
     label = f"memory over the step: at most {format_bytes(highest)}, by kind {', '.join(name for name, _ in stack)}"
-    drawing = _svg(f"0 0 {len(totals)} {HEIGHT}", label, areas)
+    chart = drawing(len(totals), HEIGHT, label, areas(stack, top))
     peak = element(
         "span",
         element("span", f"peak {format_bytes(highest)}"),
@@ -162,33 +152,10 @@ def _memory(plan: PlanValues, profile: Profile) -> Html | None:
     keys = (element("li", name.replace("_", " "), class_=f"kind-{name}") for name, _ in reversed(stack))
     return joined(
         (
-            element("div", drawing, peak, line if cap <= top else None, class_="memory"),
+            element("div", chart, peak, line if cap <= top else None, class_="memory"),
             element("ul", *keys, class_="keys", aria_label="kinds of memory, from the top down"),
         )
     )
-
-
-def _layers(
-    stack: Sequence[tuple[str, Sequence[int]]],
-) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Each kind's lower and upper edge."""
-    found, below = list[tuple[str, tuple[int, ...], tuple[int, ...]]](), (0,) * len(stack[0][1])
-    for name, held in stack:
-        above = tuple(a + b for a, b in zip(below, held, strict=True))
-        found.append((name, below, above))
-        below = above
-    return found
-
-
-def _area(below: Sequence[int], above: Sequence[int], top: float) -> str:
-    """The outline of a band: steps forwards along its upper edge, and backwards along its lower one."""
-    there = "".join(f"V{_y(b, top)}H{n + 1}" for n, b in enumerate(above))
-    back = "".join(f"V{_y(b, top)}H{n}" for n, b in reversed([*enumerate(below)]))
-    return f"M0 {HEIGHT}{there}{back}Z"
-
-
-def _y(num_bytes: float, top: float) -> str:
-    return f"{HEIGHT * (1 - num_bytes / top):.1f}".removesuffix(".0")
 
 
 # --- tables

@@ -5,7 +5,7 @@ from autoshard.search.plan.schedule import TaskKind
 from autoshard.search.plan.values import PlanValues
 
 NUM_SLICES = 60
-"""Slices of a step: as many as of a schedule whose tasks are not drawn."""
+"""Slices of a step, also of a schedule whose tasks are not drawn."""
 
 Slices = tuple[float, ...]
 

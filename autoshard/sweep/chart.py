@@ -11,7 +11,7 @@ from html import escape
 from pathlib import PurePath
 
 from autoshard.cost_model.units import format_bytes, format_seconds
-from autoshard.search.plan.summary import plan_title
+from autoshard.search.plan.headline import headline
 from autoshard.sweep.rows import WhatIf
 from autoshard.sweep.table import HEAD, numbers
 
@@ -155,7 +155,7 @@ def _table(rows: Sequence[WhatIf]) -> Iterator[str]:
     titles = "".join(f'<th scope="col">{one or "best"}</th>' for one in (*HEAD, "plan"))
     yield f"<div><table><thead><tr>{titles}</tr></thead><tbody>"
     for row in rows:
-        outcome = row.reason if row.plan is None else plan_title(row.plan)
+        outcome = row.reason if row.plan is None else headline(row.plan)
         cells = ("*" * row.is_on_front, row.cluster, format_bytes(row.memory_bytes), *numbers(row), outcome)
         yield (
             f'<tr class="{"best" * row.is_on_front}">'

@@ -11,8 +11,8 @@ from typing import Any
 
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
+from autoshard.search.plan.headline import headline
 from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.summary import plan_title
 
 SECONDS_PER_HOUR = 3600
 
@@ -84,7 +84,7 @@ class WhatIf:
             "memory_bytes": self.memory_bytes,
             "fits": self.plan is not None,
             "reason": self.reason,
-            "plan": "" if self.plan is None else plan_title(self.plan),
+            "plan": "" if self.plan is None else headline(self.plan),
             "step_s": self.step_s,
             "mfu": self.mfu,
             "peak_bytes": self.peak_bytes,

@@ -1,10 +1,9 @@
 """The plan's side of the table: seconds of a step by the classes that a trace can tell apart."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
-from autoshard.search.plan.values import Collective, PlanValues
+from autoshard.search.plan.plan_meshes import collectives
+from autoshard.search.plan.values import PlanValues
 from autoshard.traces.kernel_names import HOST_COPIES
 
 COMPUTATION, EXPOSED, BUSY, IDLE = "computation", "communication not hidden", "busy", "idle"
@@ -47,20 +46,10 @@ def kinds(plan: PlanValues) -> dict[str, Time]:
 def _by_kind(plan: PlanValues) -> dict[str, Time]:
     """Collectives; of a pipeline, the mean of its devices."""
     found = dict[str, Time]()
-    for share, one in _shares(plan):
+    shares = ((share, one) for share, _, moved in collectives(plan) for one in moved)
+    for share, one in shares:
         so_far = found.get(one.kind, Time(0.0))
         over = dict.fromkeys(filter(None, (*so_far.over.split("; "), ", ".join(one.axes))))
         runs = so_far.runs + share * one.count
         found[one.kind] = Time(so_far.seconds + share * one.seconds, runs, "; ".join(over))
     return found
-
-
-def _shares(plan: PlanValues) -> Iterator[tuple[float, Collective]]:
-    """Collectives, each with the share of the devices that run it."""
-    own = ((1.0, one) for one in plan.estimates.collectives)
-    of_stages = (
-        (plan.devices_of(stage) / plan.num_devices, one)
-        for stage, estimates in zip(plan.stages, plan.estimates.stages, strict=False)
-        for one in estimates.collectives
-    )
-    return chain(own, of_stages)

@@ -27,7 +27,6 @@ from autoshard.executors.jit import Program
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step, walk
-from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification.extrapolation import extrapolated, is_long, kept_blocks, omitted, to_compile
 from autoshard.verification.pipeline_result import PipelineVerification
@@ -94,7 +93,8 @@ class CompilerVerifier:
             if isinstance(cut, ShortPrograms):
                 return self._extrapolated(step, found, cut, watch)
             extent = cut
-        stats = self.stats(step, found.sharding, found.plan.memory_bytes, watch, tell)
+        program = jit.build(step, found.sharding, None)
+        stats = self.stats(step, program, found.plan.memory_bytes, watch, tell)
         return compared(found.plan, self._cluster, stats, watch.seconds, extent)
 
     def _extrapolated(
@@ -108,29 +108,29 @@ class CompilerVerifier:
         for i, ((short, sharding), omitted_bytes) in enumerate(
             zip(programs, omitted(found, cut), strict=True)
         ):
-            arguments_bytes = whole_bytes - _argument_bytes(jit.build(short, sharding, None))
+            program = jit.build(short, sharding, None)
+            arguments_bytes = whole_bytes - _argument_bytes(program)
             which = f"{i + 1} of {len(programs)} ({kept[i]} of {cut.num_blocks} blocks)"
             tell = telling(self.progress, which, watch)
             cap_bytes = found.plan.memory_bytes - arguments_bytes - omitted_bytes
-            stats.append(self.stats(short, sharding, cap_bytes, watch, tell))
+            stats.append(self.stats(short, program, cap_bytes, watch, tell))
         whole, extent = extrapolated(cut, stats[0], stats[1:]), Extent(kept[0], cut.num_blocks)
         return compared(found.plan, self._cluster, whole, watch.seconds, extent)
 
     def stats(
-        self, step: Step, sharding: StepSharding, cap_bytes: int, watch: Stopwatch, tell: Progress
+        self, step: Step, program: Program, cap_bytes: int, watch: Stopwatch, tell: Progress
     ) -> CompiledStats:
-        """Lowers and compiles one program, and reads its memory and traffic.
+        """Lowers and compiles one program of a step for all devices, and reads its memory and traffic.
 
         Raises:
           CompilerError: it cannot be lowered without devices, or the compiler failed on it.
         """
         tell("lowering")
-        program = jit.build(step, sharding, None)
         module = module_bytes(lowered(step, program))
         memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes)
         watch.lap("lower")
         compiled = compile_apart(module, self._cluster, memory_bytes, self.compiler, tell)
-        stats = CompiledStats.of(compiled, dict(zip(sharding.axis_names, sharding.mesh_shape, strict=True)))
+        stats = CompiledStats.of(compiled, dict(program.mesh.shape))
         watch.lap("compile")
         return stats
 

@@ -25,7 +25,7 @@ from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification.judge import CompilerVerifier, lowered, telling
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.records import Footprint, ProgramProof, StageProof
-from autoshard.verification.result import paired
+from autoshard.verification.result import beside
 
 
 def verified_for_all(verifier: CompilerVerifier, found: SpmdPipeline, full: bool) -> PipelineVerification:
@@ -38,15 +38,9 @@ def verified_for_all(verifier: CompilerVerifier, found: SpmdPipeline, full: bool
     plan, (cluster,) = found.plan, verifier.cluster.groups
     step = found.program.step
     watch = Stopwatch(step.trace_s)
-    tell = telling(verifier.progress, "", watch)
-    tell("lowering")
     program = spmd.build(found.program, found.sharding, cluster.num_devices)
-    module = module_bytes(lowered(step, program))
-    memory_bytes = compiler.memory_for_cap(plan.memory_bytes, program.resting_bytes)
-    watch.lap("lower")
-    (answer,) = compile_all_apart([Job(module, cluster, memory_bytes)], verifier.compiler, tell)
-    stats = CompiledStats.of(answer, dict(program.mesh.shape))
-    watch.lap("compile")
+    tell = telling(verifier.progress, "", watch)
+    stats = verifier.stats(step, program, plan.memory_bytes, watch, tell)
     run = ProgramProof(
         program.name, 0, 0, 1, stats.argument_bytes, stats.fresh_output_bytes, stats.temporary_bytes
     )
@@ -56,7 +50,7 @@ def verified_for_all(verifier: CompilerVerifier, found: SpmdPipeline, full: bool
         run.name,
         plan.memory_bytes,
         cluster.host_bytes_per_device,
-        paired(plan.estimates.collectives, stats.collectives),
+        beside(plan.estimates.collectives, stats.collectives),
     )
     return PipelineVerification(
         plan.step, cluster.name, plan.schedule, plan.memory_bytes, (stage,), (run,), 1, watch.seconds
@@ -175,7 +169,7 @@ def _stage(
         highest.name,
         found.devices[n].cap_bytes,
         found.devices[n].group.host_bytes_per_device,
-        paired(estimates.collectives, moved),
+        beside(estimates.collectives, moved),
     )
 
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autoshard.cost_model.units import format_bytes
 from autoshard.search.plan.text_table import plural
-from autoshard.verification import pipeline_table, table
+from autoshard.verification import table
 from autoshard.verification.records import Footprint, ProgramProof, StageProof
-from autoshard.verification.result import DIFFERS, DOES_NOT_FIT, moved_difference, peak_difference
+from autoshard.verification.result import exit_status, misfits, moved_difference, peak_difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +83,9 @@ class PipelineVerification:
         )
 
     def _differences(self, n: int, stage: StageProof) -> Iterator[str]:
-        compiled_bytes = stage.compiled.peak_bytes
-        if compiled_bytes > stage.cap_bytes:
-            yield (
-                f"stage {n}: {stage.peak_at} needs {format_bytes(compiled_bytes)} a device, "
-                f"{format_bytes(compiled_bytes - stage.cap_bytes)} more than the cap of {format_bytes(stage.cap_bytes)}"
-            )
-        if stage.compiled.host_bytes > stage.host_cap_bytes:
-            yield (
-                f"stage {n}: its programs need {format_bytes(stage.compiled.host_bytes)} of host memory a device, and there "
-                f"are {format_bytes(stage.host_cap_bytes)}"
-            )
         found = (
-            peak_difference(stage.predicted.peak_bytes, compiled_bytes),
+            *misfits(stage.peak_at, stage.compiled, stage.cap_bytes, stage.host_cap_bytes),
+            peak_difference(stage.predicted.peak_bytes, stage.compiled.peak_bytes),
             *map(moved_difference, stage.collectives),
         )
         yield from (f"stage {n}: {difference}" for difference in found if difference)
@@ -104,9 +93,7 @@ class PipelineVerification:
     @property
     def exit_status(self) -> int:
         """0 when it fits as predicted, 1 when something differs, 3 when it does not fit."""
-        if not self.fits:
-            return DOES_NOT_FIT
-        return DIFFERS if self.differences else 0
+        return exit_status(self.fits, self.differences)
 
     def to_json(self) -> dict[str, Any]:
         """The verification as JSON-ready values, the verdict included."""
@@ -130,9 +117,9 @@ class PipelineVerification:
                 f"step {self.step} on {self.cluster}: {stages}, schedule {self.schedule}",
                 f"compiled {self.num_compiled} of {plural(len(self.programs), 'program')}{others}",
             ],
-            pipeline_table.memory(self.stages),
-            pipeline_table.programs(self.programs),
-            pipeline_table.collectives(self.stages),
+            table.stages(self.stages),
+            table.programs(self.programs),
+            table.collectives({f"stage {n}: ": one.collectives for n, one in enumerate(self.stages)}),
             table.times(self.seconds),
             table.verdict(self.fits, self.differences),
         )

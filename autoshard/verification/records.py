@@ -5,10 +5,14 @@ Results (`verification.result`, `verification.pipeline_result`) hold them; table
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-FLOOR_BYTES = 64 * 1024
+from autoshard.cost_model.xla.stats import CompiledStats, Traffic
+from autoshard.search.pipeline.stage_sharding import MIN_BYTES
+
+FLOOR_BYTES = MIN_BYTES
 """Largest difference in bytes that never counts: losses, norms and the like, which XLA merges or moves as it likes.
-Source: a choice of ours."""
+Derived: a link's latency is as long as it takes to move so much."""
 
 TRAFFIC_SHARE = 0.01
 """Largest difference that does not count, as a share of a kind's bytes over its axes. Source: a choice of ours; where the
@@ -28,6 +32,16 @@ class Footprint:
     peak_bytes: int
     host_bytes: int
     residents: Mapping[str, int]
+
+    @classmethod
+    def of(cls, stats: CompiledStats) -> "Footprint":
+        """The footprint of a compiled program."""
+        residents = {
+            "arguments": stats.argument_bytes,
+            "outputs not aliased": stats.fresh_output_bytes,
+            "temporaries": stats.temporary_bytes,
+        }
+        return cls(stats.peak_bytes, stats.host_bytes, residents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +69,15 @@ class Moved:
         """Whether the difference in bytes exceeds both tolerances."""
         largest = max(self.predicted_bytes, self.compiled_bytes)
         return abs(self.compiled_bytes - self.predicted_bytes) > max(FLOOR_BYTES, TRAFFIC_SHARE * largest)
+
+
+def paired(predicted: Mapping[Any, Traffic], compiled: Mapping[Any, Traffic]) -> tuple[Moved, ...]:
+    """Pairs of predicted and compiled collectives, by kind and mesh axes."""
+    nothing = (0, 0)
+    return tuple(
+        Moved(kind, axes, *predicted.get((kind, axes), nothing), *compiled.get((kind, axes), nothing))
+        for kind, axes in sorted({**predicted, **compiled})
+    )
 
 
 @dataclass(frozen=True, slots=True)

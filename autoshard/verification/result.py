@@ -5,7 +5,7 @@ counts are shown and their bytes are judged. The scheduler spends free memory as
 wider below the prediction than above it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from autoshard.cost_model.units import format_bytes
 from autoshard.cost_model.xla.stats import CompiledStats, Traffic
 from autoshard.search.plan.plan import Collective, Plan
 from autoshard.verification import table
-from autoshard.verification.records import FLOOR_BYTES, WHOLE, Copied, Extent, Footprint, Moved
+from autoshard.verification.records import FLOOR_BYTES, WHOLE, Copied, Extent, Footprint, Moved, paired
 
 PEAK_ABOVE = 0.03
 """Largest share by which the compiled peak may exceed the predicted one: the error that a plan at its cap can afford.
@@ -87,7 +87,8 @@ class Verification:
     def differences(self) -> tuple[str, ...]:
         """Exceeded limits and wrong predictions, one sentence each."""
         peaks = peak_difference(self.predicted.peak_bytes, self.compiled.peak_bytes)
-        sentences = [*_misfits(self), peaks, *map(moved_difference, self.collectives), *_copied(self)]
+        exceeded = misfits("the compiled program", self.compiled, self.cap_bytes, self.host_cap_bytes)
+        sentences = [*exceeded, peaks, *map(moved_difference, self.collectives), *_copied(self)]
         return tuple(filter(None, sentences))
 
     @property
@@ -98,9 +99,7 @@ class Verification:
     @property
     def exit_status(self) -> int:
         """0 when it fits as predicted, 1 when something differs, 3 when it does not fit."""
-        if not self.fits:
-            return DOES_NOT_FIT
-        return DIFFERS if self.differences else 0
+        return exit_status(self.fits, self.differences)
 
     def to_json(self) -> dict[str, Any]:
         """The verification as JSON-ready values, the verdict included."""
@@ -121,7 +120,7 @@ class Verification:
             table.memory(self.predicted, self.compiled, self.cap_bytes, self.host_cap_bytes),
             table.residents("predicted residents at the peak", self.predicted.residents),
             table.residents("compiled residents at the peak", self.compiled.residents),
-            table.collectives(self.collectives),
+            table.collectives({"": self.collectives}),
             table.copies(self.host_copies),
             table.times(self.seconds),
             table.verdict(self.fits, self.differences),
@@ -144,42 +143,44 @@ def compared(
         cap_bytes=plan.memory_bytes,
         host_cap_bytes=cluster.host_bytes_per_node // cluster.devices_per_node,
         predicted=Footprint(estimates.peak_bytes, estimates.host_bytes, estimates.residents),
-        compiled=Footprint(
-            stats.peak_bytes,
-            stats.host_bytes,
-            {
-                "arguments": stats.argument_bytes,
-                "outputs not aliased": stats.fresh_output_bytes,
-                "temporaries": stats.temporary_bytes,
-            },
-        ),
-        collectives=paired(estimates.collectives, stats.collectives),
+        compiled=Footprint.of(stats),
+        collectives=beside(estimates.collectives, stats.collectives),
         host_copies=tuple(Copied(way, *traffic) for way, traffic in stats.host_copies.items()),
         extent=extent,
         seconds=seconds,
     )
 
 
-def paired(collectives: Iterable[Collective], compiled: Mapping[Any, Traffic]) -> tuple[Moved, ...]:
-    """Pairs of predicted and compiled collectives, by kind and mesh axes."""
-    predicted, nothing = {(c.kind, c.axes): (c.count, c.bytes) for c in collectives}, (0, 0)
-    compiled = dict(compiled)
-    return tuple(
-        Moved(kind, axes, *predicted.get((kind, axes), nothing), *compiled.get((kind, axes), nothing))
-        for kind, axes in sorted(predicted | compiled)
-    )
+def beside(collectives: Iterable[Collective], compiled: Mapping[Any, Traffic]) -> tuple[Moved, ...]:
+    """The collectives of a plan beside those of a compiled program."""
+    return paired({(c.kind, c.axes): (c.count, c.bytes) for c in collectives}, compiled)
 
 
-def _misfits(v: Verification) -> Iterator[str]:
-    if v.overshoot_bytes:
+def exit_status(fits: bool, differences: Sequence[str]) -> int:
+    """The exit status of a verdict."""
+    if not fits:
+        return DOES_NOT_FIT
+    return DIFFERS if differences else 0
+
+
+def misfits(at_peak: str, compiled: Footprint, cap_bytes: int, host_cap_bytes: int) -> Iterator[str]:
+    """Sentences on the caps that compiled programs exceed.
+
+    Args:
+      at_peak: the program that has the peak, in words.
+      compiled: their footprint.
+      cap_bytes: the cap of a device.
+      host_cap_bytes: a device's share of its host's memory.
+    """
+    if compiled.peak_bytes > cap_bytes:
         yield (
-            f"the compiled program needs {format_bytes(v.compiled.peak_bytes)} a device, "
-            f"{format_bytes(v.overshoot_bytes)} more than the cap of {format_bytes(v.cap_bytes)}"
+            f"{at_peak} needs {format_bytes(compiled.peak_bytes)} a device, "
+            f"{format_bytes(compiled.peak_bytes - cap_bytes)} more than the cap of {format_bytes(cap_bytes)}"
         )
-    if v.compiled.host_bytes > v.host_cap_bytes:
+    if compiled.host_bytes > host_cap_bytes:
         yield (
-            f"the compiled program needs {format_bytes(v.compiled.host_bytes)} of host memory a device, and there are "
-            f"{format_bytes(v.host_cap_bytes)}"
+            f"{format_bytes(compiled.host_bytes)} of host memory a device are needed, and there are "
+            f"{format_bytes(host_cap_bytes)}"
         )
 
 

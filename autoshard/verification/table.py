@@ -4,10 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.plan.text_table import Row, aligned, fitted
-from autoshard.verification.records import Copied, Extent, Footprint, Moved
-
-MARK = "differs"
-"""The mark of rows that differ."""
+from autoshard.verification.records import Copied, Extent, Footprint, Moved, ProgramProof, StageProof
 
 
 def text(*parts: Sequence[str]) -> str:
@@ -44,24 +41,47 @@ def residents(title: str, num_bytes: Mapping[str, int]) -> list[str]:
     return [title, *numbers_right([(f"  {name.replace('_', ' ')}", format_bytes(b)) for name, b in ordered])]
 
 
-def collectives(moved: Sequence[Moved]) -> list[str]:
-    """The traffic by kind and axes, the largest first."""
-    if not moved:
-        return ["collectives per step: none, as predicted"]
-    rows = [("collectives per step (bytes per device)", "predicted", "", "compiled", "", "")]
-    ordered = sorted(moved, key=lambda c: -max(c.predicted_bytes, c.compiled_bytes))
-    for c in ordered:
-        rows.append(
-            (
-                f"  {c.kind} over {', '.join(c.axes)}",
-                f"{c.predicted_count}x",
-                format_bytes(c.predicted_bytes),
-                f"{c.compiled_count}x",
-                format_bytes(c.compiled_bytes),
-                MARK if c.differs else "",
-            )
-        )
+def stages(proven: Sequence[StageProof]) -> list[str]:
+    """Each stage's peak beside its cap; also on the host, if a stage has arrays there."""
+    rows: list[Row] = [("peak of each stage (per device)", "predicted", "compiled", "cap", "in")]
+    for n, stage in enumerate(proven):
+        device = (stage.predicted.peak_bytes, stage.compiled.peak_bytes, stage.cap_bytes)
+        host = (stage.predicted.host_bytes, stage.compiled.host_bytes, stage.host_cap_bytes)
+        rows.append((f"  stage {n}", *map(format_bytes, device), stage.peak_at))
+        if any(host[:2]):
+            rows.append((f"  stage {n}", *map(format_bytes, host), "its host"))
     return numbers_right(rows)
+
+
+def programs(compiled: Sequence[ProgramProof]) -> list[str]:
+    """The memory of each program."""
+    rows: list[Row] = [("programs (per device)", "runs", "held", "made", "temporaries", "peak")]
+    for one in sorted(compiled, key=lambda one: (one.stage, one.worker)):
+        sizes = (one.held_bytes, one.fresh_bytes, one.temporary_bytes, one.peak_bytes)
+        rows.append((f"  {one.name}", f"{one.count}x", *map(format_bytes, sizes)))
+    return numbers_right(rows)
+
+
+def collectives(moved: Mapping[str, Sequence[Moved]]) -> list[str]:
+    """The traffic by kind and axes, the largest first.
+
+    Args:
+      moved: of each part, by the words that stand before its collectives.
+    """
+    rows = [("collectives per step (bytes per device)", "predicted", "", "compiled", "", "")]
+    for where, found in moved.items():
+        for c in sorted(found, key=lambda c: -max(c.predicted_bytes, c.compiled_bytes)):
+            rows.append(
+                (
+                    f"  {where}{c.kind} over {', '.join(c.axes)}",
+                    f"{c.predicted_count}x",
+                    format_bytes(c.predicted_bytes),
+                    f"{c.compiled_count}x",
+                    format_bytes(c.compiled_bytes),
+                    "differs" if c.differs else "",
+                )
+            )
+    return numbers_right(rows) if len(rows) > 1 else ["collectives per step: none, as predicted"]
 
 
 def copies(copied: Sequence[Copied]) -> list[str]:

@@ -29,6 +29,11 @@ _CALLED = frozenset(
 """Names by which users write a `PartitionSpec`."""
 
 
+def num_shards(spec: Spec, mesh_shape: Sequence[int]) -> int:
+    """Number of different shards."""
+    return math.prod(n for d, n in zip(spec, mesh_shape, strict=True) if d >= 0)
+
+
 def shard_size(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> int:
     """Number of elements on one device, padding included."""
     return math.prod(shard_shape(spec, shape, mesh_shape))

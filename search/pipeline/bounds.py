@@ -70,7 +70,7 @@ def least_makespan_s(name: str, costs: Sequence[StageCost], num_microbatches: in
     backward_s = np.array([cost.backward_s + cost.weight_gradient_s for cost in costs]) - later_s
     passes_s, to_front_s = forward_s + backward_s, np.concatenate([[0.0], np.cumsum(backward_s)[:-1]])
     before_s = np.concatenate([[0.0], np.cumsum(forward_s)[:-1]])
-    stages, runs = _stages_of_workers(name, len(costs), num_workers), m / 2 if name == "chimera" else m
+    stages, runs = _stages_of_workers(name, len(costs), num_workers), m / FAMILIES[name].copies
     ends_s = np.maximum(runs * later_s[stages].sum(axis=1), to_front_s[stages].min(axis=1))
     busy_s = before_s[stages].min(axis=1) + runs * passes_s[stages].sum(axis=1) + ends_s
     waiting_s = (m - 1) * passes_s.max() if name == "gpipe" else 0.0
@@ -154,16 +154,14 @@ class PipelineBounds:
     def _bounded_s(self, one: Pipelines, num_stages: int | None) -> float:
         total, size, m = self.cluster.num_devices, prod(one.shape), one.num_microbatches
         family, workers = FAMILIES[one.schedule], self._num_workers(one, num_stages)
-        per_worker = family.stages_per_worker or 2
-        stages = workers * per_worker
+        stages = workers * family.stages_each
         if not workers or stages > self._most_stages or not family.suits(workers, m):
             return inf
         passes, longest_s = self.work.passes(one.count, size), self.work.longest_s(one.count, size)
-        cost = StageCost(*passes.times(1 / (total * m * per_worker)))
+        cost = StageCost(*passes.times(1 / (total * m * family.stages_each)))
         busy_s = max(least_makespan_s(one.schedule, [cost] * stages, m, workers), m * longest_s)
-        copies = 2 if one.schedule == "chimera" else 1  # of each stage, on two workers
-        reduction_s = one.num_replicas * self._reduction_s(copies * one.num_replicas, size)
-        once_s = copies * (self.work.once_s + reduction_s) / total
+        reduction_s = one.num_replicas * self._reduction_s(family.copies * one.num_replicas, size)
+        once_s = family.copies * (self.work.once_s + reduction_s) / total
         told_s = (
             0.0 if one.is_one_program else dispatch_s(one.schedule, m, ceil(stages / self.cluster.num_nodes))
         )
@@ -178,7 +176,7 @@ class PipelineBounds:
         )
         if not family.shares_workers:
             return num_stages or max(workers, 2)
-        is_asked = num_stages in (None, workers * (family.stages_per_worker or 2))
+        is_asked = num_stages in (None, workers * family.stages_each)
         return workers if not rest and workers > 1 and is_asked else 0
 
     @property

@@ -30,38 +30,17 @@ from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.search.ir.graph import Site
 from autoshard.search.pipeline.inter_op import fastest_cut
 from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.proposals import Placed, Proposal, Stages
-from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers
+from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers, num_workers
 from autoshard.search.pipeline.stage_costs import ClusterNode, StageOption, Submesh
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
 
 GAP = 0.01
 """Certified gap of a cut: costs are known less precisely. Source: a choice of ours."""
 
-APART = tuple(name for name, family in FAMILIES.items() if not family.shares_workers)
-"""The families with one stage on each worker. One cut suits all of them."""
-
-VIRTUAL_STAGES = 2
-"""Stages per worker in a family that leaves their number open. Source: the families' definitions; with one, interleaved
-1F1B is 1F1B, and a circular pipeline is GPipe."""
-
-
 Shapes = tuple[tuple[int, ...], ...]
 """Meshes of a replica's devices."""
-
-
-def num_workers(schedule: str, num_stages: int) -> int:
-    """Number of groups of devices. Invalid numbers are the schedule's to refuse."""
-    family = FAMILIES.get(schedule)
-    per_worker = 1 if family is None else family.stages_per_worker or VIRTUAL_STAGES
-    return max(num_stages // per_worker, 1)
-
-
-def stands(size: int, group: Cluster) -> bool:
-    """True if so many devices of a group of nodes are 1, 2, 4, ... of a node, or whole nodes."""
-    per_node = group.devices_per_node
-    is_whole = size % per_node == 0 if size >= per_node else size.bit_count() == 1
-    return is_whole and size <= group.num_devices
 
 
 class LayerVariant(NamedTuple):
@@ -78,40 +57,6 @@ class LayerVariant(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOptions:
-    """The options of a draft.
-
-    Attributes:
-      memory_bytes: the cap per device.
-      stages: number of stages; None to search it.
-      schedule: the family's name; None to search it.
-      memory_share: the share of a cap that stages may take; infinite for no cap.
-      among: the families to try, if the caller names none.
-    """
-
-    memory_bytes: int
-    stages: int | None = None
-    schedule: str | None = None
-    memory_share: float = 1.0
-    among: tuple[str, ...] = APART
-
-    @property
-    def shares_workers(self) -> bool:
-        """True if workers hold several stages. Then all stages have equally many devices."""
-        family = FAMILIES.get(self.schedule or "")
-        return family is not None and family.shares_workers
-
-    def may_stand(self, size: int, group: Cluster) -> bool:
-        """True if a stage may have so many devices of a group of nodes; any number if stages share workers."""
-        return self.shares_workers or stands(size, group)
-
-    @property
-    def schedules(self) -> tuple[str, ...]:
-        """The families to try."""
-        return self.among if self.schedule is None else (self.schedule,)
-
-
 class PipelineKind(NamedTuple):
     """Pipelines of a step in parts that are cut into stages together.
 
@@ -125,7 +70,7 @@ class PipelineKind(NamedTuple):
     bound_s: float
     num_replicas: int
     shapes: Shapes
-    options: DraftOptions
+    options: PipelineOptions
 
     @staticmethod
     def rank(one: "PipelineKind") -> tuple[float, int, Shapes, bool]:
@@ -148,7 +93,7 @@ class Drafting:
     among: tuple[Parts, ...]
     num_replicas: int
     shapes: Shapes
-    options: DraftOptions
+    options: PipelineOptions
     cluster: AnyCluster
 
     def __str__(self) -> str:
@@ -367,5 +312,4 @@ class Draft:
             device = worker_of[n] * drafting.num_replicas * prod(shape)
             device = device if drafting.options.shares_workers else stage.first_device
             placed.append(Placed(stage.first_layer, stage.end_layer, device, shape))
-        copies = 2 if name == "chimera" else 1
-        return Stages(run_as, drafting.cluster, drafting.num_replicas, placed, copies)
+        return Stages(run_as, drafting.cluster, drafting.num_replicas, placed, FAMILIES[name].copies)

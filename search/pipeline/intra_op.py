@@ -114,6 +114,12 @@ class IntraOp:
         return self.on_mesh.predicted(self.labels, NO_CAP)
 
     @cached_property
+    def seen_share(self) -> float:
+        """The share of the kernels' time in the whole step that is not hidden behind other kernels."""
+        busy_s = sum(kernel.time.seconds for kernel in self.device.lowered.kernels)
+        return max(1 - self.on_mesh.hiding.hidden_s(self.labels) / busy_s, 0.0) if busy_s else 1.0
+
+    @cached_property
     def device_of_tasks(self) -> Prediction:
         """The prediction of a device if each task of each stage is a program."""
         return self.on_mesh.predicted(self.labels, NO_CAP, is_one_program=False)

@@ -111,12 +111,8 @@ class Ledger:
     def _seconds(self) -> dict[str, Array]:
         """Seconds of each layer, by part of the step."""
         found = {part: np.zeros(self._num_layers) for part in (*IN_LOOP, ONCE)}
-        lowered = self.intra_op.device.lowered
-        busy_s = sum(k.time.seconds for k in lowered.kernels)
-        hidden_s = self.intra_op.on_mesh.hiding.hidden_s(self.intra_op.labels)
-        seen = max(1 - hidden_s / busy_s, 0.0) if busy_s else 1.0
-        count = self._step.step.num_microbatches
-        for kernel in lowered.kernels:
+        seen, count = self.intra_op.seen_share, self._step.step.num_microbatches
+        for kernel in self.intra_op.device.lowered.kernels:
             part = self.shares.part(kernel.position)
             runs = 1 if part == ONCE else count
             found[part] += self.shares.of_op[kernel.position] * (seen * kernel.time.seconds / runs)

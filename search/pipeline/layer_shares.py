@@ -10,9 +10,10 @@ import numpy as np
 
 from autoshard.search.ir.graph import Role, Site
 from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.pipeline.flat_sites import IN_BODY, outermost, positions_of_loop
 from autoshard.search.pipeline.layers import Layers
 from autoshard.search.pipeline.programs import left_for_later
-from autoshard.search.problem.flat_program import FlatOp, FlatProgram, ReadPhase, read_phase
+from autoshard.search.problem.flat_program import FlatProgram, ReadPhase, read_phase
 
 Array = np.ndarray
 
@@ -21,10 +22,6 @@ IN_LOOP = ("forward", "backward", "weight gradient")
 
 ONCE = "once"
 """The part of the step that runs once."""
-
-IN_BODY = 4
-"""Length of the beginning of a site that names an op of the loop's body: the loop, its key, the number of the body, and the
-place there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +57,8 @@ class LayerShares:
         for i, op in enumerate(self.program.ops):
             if op.name == "input":
                 found[i] = only(self._of_argument[op.number], self.num_layers)
-            elif op.name != "output" and self.outermost(op) in self._of_site:
-                found[i] = self._of_site[self.outermost(op)]
+            elif (site := outermost(op, self.layers.step.loop)) in self._of_site:
+                found[i] = self._of_site[site]
             else:
                 read = [maker[v][0] for v in op.operands]
                 known = [m for m in read if m in found and found[m] is not nowhere]
@@ -94,18 +91,10 @@ class LayerShares:
         assigned = self.layers.assigned.of_value
         return [assigned.get(v, 0) for v in self.layers.step.step.graph.inputs]
 
-    def outermost(self, op: FlatOp) -> Site:
-        """The op of the step, or of its loop's body, around a flat op."""
-        loop = self.layers.step.loop
-        return op.site[:IN_BODY] if op.site[:1] == (loop,) else op.site[:1]
-
     @cached_property
     def loop(self) -> tuple[int, int]:
-        """The positions of the loop over parts: the outermost one around its first op."""
-        ops, loop = self.program.ops, self.layers.step.loop
-        inside = [i for i, op in enumerate(ops) if op.site[:1] == (loop,) and op.op]
-        around = [r for r in self.program.loops if r[0] <= min(inside) and max(inside) < r[1]]
-        return max(around, key=lambda r: r[1] - r[0])
+        """The positions of the loop over parts."""
+        return positions_of_loop(self.program, self.layers.step.loop)
 
     def is_in_loop(self, i: int) -> bool:
         """Whether an op runs for each microbatch."""
@@ -123,7 +112,7 @@ class LayerShares:
 
     def is_later(self, i: int) -> bool:
         """True if only weight gradients need an op; for a loop over layers, if that holds in each layer."""
-        return self.outermost(self.program.ops[i]) in self._later
+        return outermost(self.program.ops[i], self.layers.step.loop) in self._later
 
     @cached_property
     def _later(self) -> frozenset[Site | None]:

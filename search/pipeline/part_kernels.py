@@ -16,6 +16,7 @@ from autoshard.search.device.lowering import TRANSFERS, Buffer, Communication, K
 from autoshard.search.device.prediction import Prediction
 from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
 from autoshard.search.ir.graph import Op, Site
+from autoshard.search.pipeline.flat_sites import outermost, positions_of_loop
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.layout_copies import with_copies
 from autoshard.search.pipeline.pipeline_step import PipelineStep
@@ -87,11 +88,9 @@ class PartKernels[Part]:
         """The ops of the flat program."""
         return self.intra_op.step_problem.graph.folded.program.ops
 
-    def outermost(self, op: FlatOp) -> Site:
-        """The op of the step, or of its loop's body, that contains a flat op; none contains arguments and results."""
-        if op.name in ("input", "output"):
-            return ()
-        return op.site[:4] if op.site[:1] == (self.step.loop,) else op.site[:1]
+    def site_of(self, kernel: Kernel) -> Site:
+        """The op of the step, or of its loop's body, whose kernel it is."""
+        return outermost(self.ops[kernel.position], self.step.loop)
 
     @property
     def _lowered(self) -> Lowered:
@@ -110,10 +109,7 @@ class PartKernels[Part]:
     @cached_property
     def _loop(self) -> Loops:
         """The loop over parts of the batch. A part of the step runs one of its iterations."""
-        inside = [i for i, op in enumerate(self.ops) if op.site[:1] == (self.step.loop,) and op.op]
-        ranges = self.intra_op.step_problem.graph.folded.program.loops
-        around = [r for r in ranges if r[0] <= min(inside) and max(inside) < r[1]]
-        return (max(around, key=lambda r: r[1] - r[0]),)
+        return (positions_of_loop(self.intra_op.step_problem.graph.folded.program, self.step.loop),)
 
     @cached_property
     def _runs(self) -> "list[Mapping[Part, Runs]]":
@@ -138,7 +134,7 @@ class PartKernels[Part]:
         found: list[Mapping[Part, Runs]] = []
         of_buffer: dict[int, Mapping[Part, Runs]] = {}
         for kernel in lowered.kernels:
-            runs = self.of_site.get(self.outermost(self.ops[kernel.position]), {})
+            runs = self.of_site.get(self.site_of(kernel), {})
             if not runs:
                 read = (of_buffer.get(b, {}) for b in kernel.reads)
                 runs = {part: Runs(1, 1) for each in read for part in each}

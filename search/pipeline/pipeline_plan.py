@@ -9,31 +9,24 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import jax
-
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import MeshModel
 from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.ir.graph import Step
 from autoshard.search.mesh_problem import StepProblem
-from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.programs import made_ready, stage_programs
 from autoshard.search.pipeline.proposals import Proposal, StageProposal
 from autoshard.search.pipeline.stage_collectives import stage_collectives
+from autoshard.search.pipeline.stage_decisions import decided_sharding, written_down
 from autoshard.search.pipeline.stage_memory import StageMemory
 from autoshard.search.pipeline.stage_sharding import stage_sharding
 from autoshard.search.pipeline.task_memory import ProgramKernels
-from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.executors import MPMD
-from autoshard.search.plan.measured_shares import measured_shares
-from autoshard.search.plan.plan import Collective, Estimates, Plan, Sharding, Stage, StageEstimates
-from autoshard.search.plan.recognition import outlined
-from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.plan.plan import Collective, Estimates, Plan, Stage, StageEstimates
 from autoshard.search.plan.schedule import Schedule
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
-from autoshard.search.problem.fingerprint import fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +96,6 @@ def planned(step: Step, found: Proposal, memory_bytes: int, offload: Any = None)
     groups = [stage.group for stage in found.stages]
     _check_hosts(step, memory, groups)
     plan = _plan(step, found, memory_bytes, _Stages.of(found, parts, memory, memory_bytes), offload)
-    plan = replace(plan, marks=marks_of(plan))
     devices = tuple(map(StageDevices, groups, found.caps(memory_bytes)))
     return Pipeline(plan, programs, found.schedule, shardings, devices)
 
@@ -175,16 +167,19 @@ def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
 
 
 def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages, offload: Any) -> Plan:
-    problem = found.parts.step_problem
     starts = found.parts.layers.starts
     solutions = {_kind(stage): stage.intra_op for stage in found.stages}
     kinds = sorted(solutions)
-    sites, names = problem.sites, [group.name for group in found.cluster.groups]
+    names = [group.name for group in found.cluster.groups]
     is_mixed = len(names) > 1
-    return Plan(
-        step=step.name,
-        fingerprint=fingerprint(step),
-        jax=jax.__version__,
+    shardings = (
+        replace(decided_sharding(solutions[kind]), group=kind[0] if is_mixed else "") for kind in kinds
+    )
+    return written_down(
+        step,
+        found.parts.step_problem,
+        [solutions[kind] for kind in kinds],
+        _estimates(found, taken),
         cluster=found.cluster.to_json(),
         options=_given_options(found.parts.pins, offload),
         groups=tuple(names) if is_mixed else (),
@@ -197,18 +192,7 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages, offloa
             Stage(starts[s.placed.first_layer], found.num_replicas, kinds.index(_kind(s)))
             for s in found.stages
         ),
-        retention=RetentionCodec(problem.traced_program).decisions(sites) if sites else {},
-        shardings=tuple(
-            replace(_sharding(solutions[kind]), group=kind[0] if is_mixed else "") for kind in kinds
-        ),
-        estimates=replace(
-            _estimates(found, taken),
-            shares=tuple(
-                measured_shares(solutions[kind].on_mesh.memory.costed, solutions[kind].labels)
-                for kind in kinds
-            ),
-        ),
-        outline=outlined(step),
+        shardings=tuple(shardings),
     )
 
 
@@ -218,10 +202,6 @@ def _given_options(pins: Mapping[str, Any], offload: Any) -> dict[str, Any]:
     if offload is not None:
         given["offload"] = offload if isinstance(offload, str) else [*offload]
     return given
-
-
-def _sharding(solution: IntraOp) -> Sharding:
-    return solution.on_mesh.codec.decisions(solution.labels).sharding
 
 
 def _estimates(found: Proposal, taken: _Stages) -> Estimates:

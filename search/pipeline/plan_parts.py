@@ -11,20 +11,17 @@ from autoshard.cost_model.errors import ClusterError, InputError, PlanError
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster, from_json
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import read_partition_spec
-from autoshard.search.memory.microbatches import looped
 from autoshard.search.pipeline.parts import Parts
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.proposals import Placed
 from autoshard.search.pipeline.schedules.registry import build_schedule
 from autoshard.search.pipeline.split_loops import num_positions
+from autoshard.search.pipeline.stage_decisions import recomputed_sites
 from autoshard.search.pipeline.stage_pins import marks_of as marks_of_pins
 from autoshard.search.plan.decisions import apart, hosted
 from autoshard.search.plan.plan import Plan, Sharding
 from autoshard.search.plan.recognition import check_is_for
-from autoshard.search.plan.retention import RetentionCodec
 from autoshard.search.plan.schedule import Schedule
-from autoshard.search.problem.flat_program import flatten
-from autoshard.search.problem.folding import fold
 
 
 def read_parts(step: Step, plan: Plan, place: str) -> tuple[Schedule, AnyCluster, Parts]:
@@ -70,10 +67,9 @@ def _parts(step: Step, plan: Plan, first: Cluster, place: str) -> Parts:
     if len(num_replicas) != 1:
         raise PlanError(f"{place}: wanted as many replicas of each stage, got {sorted(num_replicas)}")
     count = plan.microbatches * plan.num_replicas
-    sites, pins = frozenset(), {n: read_partition_spec(s) for n, s in plan.options.get("pin", {}).items()}
+    pins = {n: read_partition_spec(s) for n, s in plan.options.get("pin", {}).items()}
     marks = marks_of_pins(step, pins)
-    if plan.retention:
-        sites, _ = RetentionCodec(fold(flatten(looped(step, count)), marks)).read(plan.retention, place)
+    sites = recomputed_sites(step, plan, count, marks, place)
     borders = [stage.first_op for stage in plan.stages]
     _check_borders(PipelineStep.of(step, count), borders, place)
     decided = tuple(zip(*(apart(step, sharding) for sharding in plan.shardings), strict=True))

@@ -18,7 +18,8 @@ from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.pipeline_plan import Pipeline, planned
 from autoshard.search.pipeline.plan_parts import group_of, placed_stages, read_parts
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import Proposal
+from autoshard.search.pipeline.proposals import Stages
+from autoshard.search.pipeline.schedules.registry import FAMILIES
 from autoshard.search.pipeline.search import PipelineSearch
 from autoshard.search.pipeline.stage_pins import marks_of as marks_of_pins
 from autoshard.search.plan.plan import Plan
@@ -104,8 +105,9 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> Pipeline:
             raise PlanError(
                 f"{place}: stages[{n}] stands on {group.name}, and its sharding is for another group of nodes"
             )
-    found = Proposal.of([parts] * len(placed), cluster, plan.num_replicas, placed, schedule)
-    again = planned(step, found, plan.memory_bytes)
+    copies, run_as = FAMILIES[schedule.name].copies, [parts] * len(placed)
+    found = Stages(run_as, cluster, plan.num_replicas, placed, copies)
+    again = planned(step, found.proposal(schedule), plan.memory_bytes)
     return replace(again, plan=replace(again.plan, cluster=plan.cluster))
 
 

@@ -18,7 +18,7 @@ bubble pipeline parallelism"). The first stage sends nothing, so that all of its
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +27,7 @@ import jax
 from autoshard.search.ir.graph import Graph, Op, verify
 from autoshard.search.memory.written import Written
 from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep
+from autoshard.search.pipeline.program_body import ProgramBody
 from autoshard.search.pipeline.shared_gradients import added_once
 from autoshard.search.pipeline.split_loops import between_ops
 from autoshard.search.pipeline.stage_barriers import (
@@ -190,13 +191,12 @@ class _StageWriter:
         results = dict.fromkeys(self.step.step.graph.made)
         return tuple(v for v in results if v in constants or self.step.maker.get(v) in self.step.duplicated)
 
-    def _body(self, place: _Place, ops: Sequence[Op]) -> "_Body":
-        recomputed = (
-            self._recomputed_at(place.stage)
-            if place.part in (_BACKWARD, _WEIGHT_GRADIENT)
-            else frozenset[Op]()
-        )
-        return _Body(self.step, ops, self._duplicated_at(place), recomputed)
+    def _body(self, place: _Place, ops: Sequence[Op]) -> ProgramBody:
+        anew = self.step.duplicated
+        if place.part in (_BACKWARD, _WEIGHT_GRADIENT):
+            anew |= self._recomputed_at(place.stage)
+        duplicated = self._duplicated_at(place)
+        return ProgramBody(self.step, ops, duplicated, lambda v: self.step.maker.get(v) in anew)
 
     def _recomputed_at(self, stage: int) -> frozenset[Op]:
         """The forward ops of a stage that its backward pass runs again: the compiler would not store their results."""
@@ -232,45 +232,3 @@ class _StageWriter:
         level = f" {place.level}" if place.level else ""
         name = f"{_NAMES[place.part]} {place.stage}{level}"
         return StageProgram(name, place.stage, graph, tuple(reads), tuple(outputs))
-
-
-class _Body:
-    """The ops of a program, duplicated ones included.
-
-    Attributes:
-      ops: all ops, in an order in which they can run.
-      entering: the values that they read and do not make.
-      constants: the constants that they read.
-    """
-
-    def __init__(
-        self, step: PipelineStep, ops: Iterable[Op], duplicated: Iterable[int], recomputed: Container[Op]
-    ) -> None:
-        self._step, self._recomputed = step, recomputed
-        self._constants = {v for v, _ in step.constants}
-        self.ops: list[Op] = []
-        self.entering: dict[int, None] = {}
-        self.constants: set[int] = set()
-        self._there: set[int] = set()
-        for op in ops:
-            self._append(op)
-        for v in duplicated:
-            self._read(v)
-
-    def _append(self, op: Op) -> None:
-        for v in op.operands:
-            self._read(v)
-        self.ops.append(op)
-        self._there.update(op.outputs)
-
-    def _read(self, v: int) -> None:
-        if v in self._there:
-            return
-        maker = self._step.maker.get(v)
-        if v in self._constants:
-            self.constants.add(v)
-        elif maker is not None and (maker in self._step.duplicated or maker in self._recomputed):
-            self._append(maker)
-        else:
-            self.entering[v] = None
-            self._there.add(v)

@@ -78,19 +78,6 @@ class Proposal:
     stages: tuple[StageProposal, ...]
     simulation: Simulation
 
-    @classmethod
-    def of(
-        cls,
-        run_as: Sequence[Parts],
-        cluster: AnyCluster,
-        num_replicas: int,
-        placed: Sequence[Placed],
-        schedule: Schedule,
-    ) -> "Proposal":
-        """Simulates a schedule of stages. Each is priced by a step; all by the same one, unless they are drafted."""
-        copies = len(schedule.workers_of(0))
-        return Stages(run_as, cluster, num_replicas, placed, copies).proposal(schedule)
-
     @property
     def schedule(self) -> Schedule:
         """The order of all tasks."""

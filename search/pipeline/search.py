@@ -28,34 +28,31 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.pipeline.bounds import PipelineBounds, Pipelines
-from autoshard.search.pipeline.drafts import (
-    APART,
-    GAP,
-    VIRTUAL_STAGES,
-    Draft,
-    Drafting,
-    DraftOptions,
-    PipelineKind,
-    Shapes,
-    num_workers,
-)
+from autoshard.search.pipeline.drafts import GAP, Draft, Drafting, PipelineKind, Shapes
 from autoshard.search.pipeline.inter_op import nearest_cut
 from autoshard.search.pipeline.parts import Parts
 from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import Proposal
-from autoshard.search.pipeline.schedules.registry import FAMILIES, check_name, check_numbers
+from autoshard.search.pipeline.schedules.registry import (
+    APART,
+    FAMILIES,
+    check_name,
+    check_numbers,
+    num_workers,
+)
 from autoshard.search.pipeline.stage_meshes import StageMeshes
 from autoshard.search.pipeline.stage_pins import check_axes
 from autoshard.search.pipeline.stage_plan import InterOpProblem, NoCut
 from autoshard.search.pipeline.step_work import StepWork
 
-MEMORY_BOUND_SLOWDOWN = 0.02
-"""Least relative slowdown by the cap at which stages that recompute are tried. Source: a choice of ours; they take back
-about half of it."""
+MEMORY_BOUND_SLOWDOWN = 2 * GAP
+"""Least relative slowdown by the cap at which stages that recompute are tried. Derived: they take back about half of it, and
+cuts are certified to `GAP`."""
 
 UNCONSTRAINED_SHARE = 0.5
-"""Largest share of the cap that a pipeline may hold to count as not slowed down by it. Source: a choice of ours."""
+"""Largest share of the cap that a pipeline may hold to count as not slowed down by it. Derived for equal stages: of the
+families that are faster for more memory, ZB-H2 holds most, less than twice the microbatches of 1F1B's first stage."""
 
 
 class PipelineSearch:
@@ -65,6 +62,7 @@ class PipelineSearch:
       best: the best pipeline so far.
       nearest: the cut that exceeds the cap by least, among those that seemed to fit and do not.
       uncut: problems of which no cut fits.
+      cutoff_s: seconds of another plan that a pipeline has to beat.
       skipped_s: least bound of the pipelines that were not drafted.
       refused: the reasons against some numbers of microbatches.
       prepared: the step as far as it is made ready, which all searches for it share.
@@ -115,14 +113,14 @@ class PipelineSearch:
             left.remove(count)
             before_s = self._best_s
             try:
-                self._in_parts(count, cutoff_s)
+                self._in_parts(count)
             except NotSplittableError as e:
                 self.refused.append(e)
             if self.best and self._best_s == before_s and self.options.microbatches is None:
                 break
         if self.best and self.best.step_s < cutoff_s:
             return self.best
-        raise self._infeasible(cutoff_s)
+        raise self._infeasible()
 
     def least_s(self) -> float:
         """Seconds of a step of any pipeline, at least.
@@ -180,7 +178,7 @@ class PipelineSearch:
     def _names(self) -> Sequence[str]:
         return tuple(FAMILIES) if self.options.schedule is None else (self.options.schedule,)
 
-    def _in_parts(self, count: int, cutoff_s: float) -> None:
+    def _in_parts(self, count: int) -> None:
         """Looks for better pipelines of the step in so many parts."""
         self.progress(f"the step in {count} parts")
         options, first = self.options, self.cluster.groups[0]
@@ -189,14 +187,12 @@ class PipelineSearch:
         )
         self._check_layers(parts)
         self._take_work_from(parts)
-        left = self._improvable(
-            [parts], sorted(self._worth_a_look(parts), key=PipelineKind.rank), 1.0, cutoff_s
-        )
+        left = self._improvable([parts], sorted(self._worth_a_look(parts), key=PipelineKind.rank))
         if left and not self._is_late and max(prod(shape) for one in left for shape in one.shapes) > 1:
             split = parts.with_split_parameters
-            self._improvable([split], left, 1.0, cutoff_s)
+            self._improvable([split], left)
             parts = split if self.best is None or self.best.parts.splits_parameters else parts
-        self._recomputing(parts, left, cutoff_s)
+        self._recomputing(parts, left)
 
     def _take_work_from(self, parts: Parts) -> None:
         """Takes the work of the step from these parts, unless it is known from one program."""
@@ -227,7 +223,7 @@ class PipelineSearch:
         for num_replicas, names in apart.items():
             among = tuple(name for name in APART if any(name in some for some in names.values()))
             shapes = tuple(sorted(names))
-            yield self._kind(parts, num_replicas, shapes, replace(self.options.draft_options, among=among))
+            yield self._kind(parts, num_replicas, shapes, replace(self.options, among=among))
 
     def _price(self, parts: Parts, num_replicas: int, shape: tuple[int, ...]) -> None:
         """Prices layers on a mesh of a replica's devices, on each kind of node where such stages may stand."""
@@ -240,7 +236,7 @@ class PipelineSearch:
 
     def _where(self, parts: Parts, num_replicas: int, shape: tuple[int, ...]) -> Iterator[Parts]:
         """The parts on each kind of node where stages of a mesh may stand."""
-        size, may_stand = num_replicas * prod(shape), self.options.draft_options.may_stand
+        size, may_stand = num_replicas * prod(shape), self.options.may_stand
         return (parts.on(group) for group in self.cluster.groups if may_stand(size, group))
 
     def _refuse(self, name: str, num_microbatches: int) -> None:
@@ -252,36 +248,33 @@ class PipelineSearch:
         except InputError as e:
             self.refused.append(e)
 
-    def _sharing(self, name: str, size: int) -> DraftOptions | None:
+    def _sharing(self, name: str, size: int) -> PipelineOptions | None:
         """The options of a pipeline whose stages share workers of a size; None if no number of stages does."""
-        options, total = self.options.draft_options, self.cluster.num_devices
-        per_worker = FAMILIES[name].stages_per_worker or VIRTUAL_STAGES
-        stages = options.stages or total // size * per_worker
+        options, total = self.options, self.cluster.num_devices
+        stages = options.stages or total // size * FAMILIES[name].stages_each
         divides = num_workers(name, stages) * size == total and len(self.cluster.groups) == 1
         return replace(options, schedule=name, stages=stages) if divides else None
 
-    def _kind(self, parts: Parts, num_replicas: int, shapes: Shapes, options: DraftOptions) -> PipelineKind:
+    def _kind(
+        self, parts: Parts, num_replicas: int, shapes: Shapes, options: PipelineOptions
+    ) -> PipelineKind:
         return PipelineKind(self._bound_s(parts, num_replicas, shapes), num_replicas, shapes, options)
 
-    def _recomputing(self, parts: Parts, left: Sequence[PipelineKind], cutoff_s: float) -> None:
+    def _recomputing(self, parts: Parts, left: Sequence[PipelineKind]) -> None:
         """Looks for better pipelines that recompute."""
         if not left or self.options.remat == "never":
             return
         for choice in parts.choices(max(shapes[-1] for _, shapes in self.meshes.all_meshes)):
             times = min(choice.times, 1.0)
-            if left and not self._is_late and left[0].bound_s * times < min(self._best_s, cutoff_s):
+            if left and not self._is_late and left[0].bound_s * times < self._target_s:
                 recomputing = parts.recomputing(choice.sites)
-                if self.options.draft_options.shares_workers or not recomputing.has_layers_of(parts):
-                    left = self._improvable([recomputing], left, choice.times, cutoff_s)
+                if self.options.shares_workers or not recomputing.has_layers_of(parts):
+                    left = self._improvable([recomputing], left, choice.times)
                 else:
-                    left = self._improvable([parts, recomputing], left, times, cutoff_s)
+                    left = self._improvable([parts, recomputing], left, times)
 
     def _improvable(
-        self,
-        among: Sequence[Parts],
-        left: Sequence[PipelineKind],
-        times: float,
-        cutoff_s: float,
+        self, among: Sequence[Parts], left: Sequence[PipelineKind], times: float = 1.0
     ) -> list[PipelineKind]:
         """Drafts pipelines of each kind, and takes better ones.
 
@@ -289,14 +282,13 @@ class PipelineSearch:
           among: the parts that stages may run: they recompute more or less.
           left: the kinds to draft.
           times: estimated time of tasks, as a multiple of those without recomputation.
-          cutoff_s: seconds of the plan to beat.
 
         Returns:
           The kinds that may be faster with less in memory, with their bounds.
         """
         looked_at = list[tuple[PipelineKind, Drafting, Draft | None]]()
         for kind, cluster in product(left, self.cluster.orders):
-            if kind.bound_s * times >= min(self._best_s, cutoff_s):
+            if kind.bound_s * times >= self._target_s:
                 self.skipped_s = min(self.skipped_s, kind.bound_s * times)
                 break
             drafting = Drafting(tuple(among), kind.num_replicas, kind.shapes, kind.options, cluster)
@@ -353,7 +345,7 @@ class PipelineSearch:
         microbatches_per_s = 0.0
         for group in self.cluster.groups:
             sizes = {s: num_replicas * prod(s) for s in shapes}
-            here = [s for s, size in sizes.items() if self.options.draft_options.may_stand(size, group)]
+            here = [s for s, size in sizes.items() if self.options.may_stand(size, group)]
             device_s = min(parts.on(group).ledger(s).microbatch_s * sizes[s] for s in here)
             microbatches_per_s += group.num_devices / device_s
         return parts.count // num_replicas / microbatches_per_s
@@ -367,6 +359,11 @@ class PipelineSearch:
     def _best_s(self) -> float:
         return self.best.step_s if self.best else inf
 
+    @property
+    def _target_s(self) -> float:
+        """Seconds of the plan to beat."""
+        return min(self._best_s, self.cutoff_s)
+
     def _check_layers(self, parts: Parts) -> None:
         """Refuses more stages than the step has layers."""
         if (stages := self.options.stages or 0) > (num_layers := parts.layers.num_layers):
@@ -378,12 +375,12 @@ class PipelineSearch:
 
     # --- messages
 
-    def _infeasible(self, cutoff_s: float) -> Exception:
+    def _infeasible(self) -> Exception:
         """The error that says why there is no pipeline."""
         if (least_s := min(self._best_s, self.skipped_s)) < inf:
             return InfeasibleError(
                 f"pipelines of {self.step.name} take {format_seconds(least_s)} or more, and there is a plan of "
-                f"{format_seconds(cutoff_s)}"
+                f"{format_seconds(self.cutoff_s)}"
             )
         if self._is_late:
             return InfeasibleError(

@@ -17,6 +17,7 @@ from autoshard.cost_model.errors import InputError
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Atom, Graph, Op, Role, Step, verify, walk
 from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.program_body import ProgramBody
 from autoshard.search.pipeline.split_loops import is_of_layers
 from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdStep
 
@@ -113,10 +114,12 @@ class _SpmdWriter:
     def run(self, num_workers: int, stages_per_worker: int) -> SpmdStep:
         step, epilogue_reads = self.step, self._epilogue_reads()
         order = [part for level in range(max(self.level.values()) + 1) for part in self._parts_at(level)]
-        bodies = {part: self._body(*self._content(part)) for part in order}
+        bodies = {
+            part: ProgramBody(step, *self._content(part), makes_anew=self._is_duplicated) for part in order
+        }
         exported = {step.pieces[v][0] for v in epilogue_reads if v in step.pieces}
         exported |= {a for op in self.loops for a in op.operands}.union(
-            *(reads for _, reads in bodies.values())
+            *(body.entering for body in bodies.values())
         )
         parts = tuple(self._written(part, bodies[part], exported) for part in order)
         exported |= {*epilogue_reads, *step.terms, *self.examples.values()}
@@ -196,43 +199,15 @@ class _SpmdWriter:
 
     # --- the parts
 
-    def _body(self, ops: Iterable[Op], anew: Iterable[int]) -> tuple[list[Op], tuple[int, ...]]:
-        """The ops of a part with the duplicated ones among them, and the values that they read of other parts."""
-        ordered, entering = list[Op](), dict[int, None]()
-        there = {v for v, _ in self.step.constants}
-
-        def read(v: int) -> None:
-            if v in there:
-                return
-            if self._is_duplicated(v):
-                append(self.step.maker[v])
-            else:
-                entering[v] = None
-                there.add(v)
-
-        def append(op: Op) -> None:
-            for v in op.operands:
-                read(v)
-            ordered.append(op)
-            there.update(op.outputs)
-
-        for op in ops:
-            append(op)
-        for v in anew:
-            read(v)
-        return ordered, tuple(entering)
-
-    def _written(
-        self, part: Op | int, body: tuple[list[Op], tuple[int, ...]], exported: set[int]
-    ) -> Segment | LayerLoop:
-        (all_ops, reads), (ops, anew) = body, self._content(part)
+    def _written(self, part: Op | int, body: ProgramBody, exported: set[int]) -> Segment | LayerLoop:
+        reads, (ops, anew) = tuple(body.entering), self._content(part)
         made = part.outputs if isinstance(part, Op) else tuple(v for op in ops for v in op.outputs)
         sums = {v: self.sum_of[v] for v in made if v in self.sum_of}
         used = frozenset(exported.intersection(made))
         if isinstance(part, Op):
-            return LayerLoop(part, self._graph(all_ops, reads, anew), reads, tuple(anew), used, sums)
+            return LayerLoop(part, self._graph(body.ops, reads, anew), reads, tuple(anew), used, sums)
         makes = (*(v for v in made if v in used or v in sums), *anew)
-        return Segment(self._graph(all_ops, reads, makes), reads, makes, used.union(anew), sums)
+        return Segment(self._graph(body.ops, reads, makes), reads, makes, used.union(anew), sums)
 
     def _graph(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> Graph:
         made = {v for op in ops for v in op.outputs}.union(inputs)

@@ -18,19 +18,19 @@ Kernel times come from the solution for a replica's devices, as for stages with 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import MeshModel
 from autoshard.search.device.lowering import Kernel
 from autoshard.search.ir.graph import Graph, Site
-from autoshard.search.ir.spec import Spec
+from autoshard.search.ir.spec import Spec, num_shards
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.part_kernels import PartKernels, Runs, length_of
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.plan.plan import Collective
+from autoshard.search.plan.collective_totals import EqualCollectives, added_up
 from autoshard.search.plan.spmd_resting import is_shared_out, mesh_shape, num_microbatches, resting_spec
 from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
+from autoshard.search.plan.values import REPLICA, STAGE, Collective
 from autoshard.search.problem.costs import COMBINED_BYTES
 
 Part = Segment | LayerLoop | Graph
@@ -39,7 +39,7 @@ Part = Segment | LayerLoop | Graph
 STAGE_AXIS, REPLICA_AXIS = 0, 1
 """The mesh axes of stages and of replicas. The axes of a replica's devices follow."""
 
-AXES = ("stage", "replica")
+AXES = (STAGE, REPLICA)
 """The names of these axes."""
 
 
@@ -113,23 +113,17 @@ class SpmdCosts:
 
     def _kernel_s(self, part: Part) -> float:
         """Seconds of a part's kernels for all parts of the batch; for a loop, in one stage."""
-        return self._seen * sum(share * kernel.time.seconds for kernel, share in self.kernels.kernels(part))
+        return self.intra_op.seen_share * sum(
+            share * kernel.time.seconds for kernel, share in self.kernels.kernels(part)
+        )
 
     def _once_s(self, kernel: Kernel) -> float:
-        return self._seen * kernel.time.seconds * self._share_of_layers(kernel)
+        return self.intra_op.seen_share * kernel.time.seconds * self._share_of_layers(kernel)
 
     def _share_of_layers(self, kernel: Kernel) -> float:
         """The share of a kernel that one stage runs, of those that run once: each stage runs its own layers, and all
         other ops."""
-        site = self.kernels.outermost(self.kernels.ops[kernel.position])
-        return 1 / self.program.num_workers if site in self._of_layers else 1.0
-
-    @cached_property
-    def _seen(self) -> float:
-        """The share of the kernels' time that is not hidden behind other kernels."""
-        busy_s = sum(k.time.seconds for k in self.intra_op.device.lowered.kernels)
-        hidden_s = self.intra_op.on_mesh.hiding.hidden_s(self.intra_op.labels)
-        return max(1 - hidden_s / busy_s, 0.0) if busy_s else 1.0
+        return 1 / self.program.num_workers if self.kernels.site_of(kernel) in self._of_layers else 1.0
 
     @cached_property
     def _of_layers(self) -> frozenset[Site | None]:
@@ -144,14 +138,11 @@ class SpmdCosts:
     def collectives(self) -> tuple[Collective, ...]:
         """All collectives of a step, by kind and axes."""
         names = (*AXES, *self.sharding.axis_names)
-        total: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
-        for m in self._messages():
-            key = m.kind, tuple(names[a] for a in m.axes)
-            before = total.get(key, (0.0, 0.0, 0.0))
-            total[key] = before[0] + m.count, before[1] + m.count * m.num_bytes, before[2] + m.total_s
-        return tuple(
-            Collective(kind, axes, round(count), round(num_bytes), seconds)
-            for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
+        return added_up(
+            EqualCollectives(
+                m.kind, tuple(names[a] for a in m.axes), m.count, m.count * m.num_bytes, m.total_s
+            )
+            for m in self._messages()
         )
 
     def _messages(self) -> Iterator[Message]:
@@ -193,9 +184,8 @@ class SpmdCosts:
             ((_, _, i), *_) = self.kernels.ops[kernel.position].result_places[0]
             share = 1 / self.program.num_workers if loop.inputs[i] in self.program.layered else 1.0
             axes = tuple(a + len(AXES) for a in what.axes)
-            yield Message(
-                what.kind, axes, 1, share * what.num_bytes, share * self._seen * kernel.time.seconds
-            )
+            seconds = share * self.intra_op.seen_share * kernel.time.seconds
+            yield Message(what.kind, axes, 1, share * what.num_bytes, seconds)
 
     def _enters(self, kernel: Kernel) -> bool:
         """True if a kernel brings such a value into the loop over microbatches."""
@@ -253,8 +243,7 @@ class SpmdCosts:
         for v in sorted(self.program.batch):
             resting = resting_spec(self.program, self.sharding, v)
             if resting[REPLICA_AXIS] >= 0:  # each replica takes every so many-th example
-                sizes = zip(resting, self._mesh.shape, strict=True)
-                num_bytes = self.program.values[v].num_bytes / prod(n for d, n in sizes if d >= 0)
+                num_bytes = self.program.values[v].num_bytes / num_shards(resting, self._mesh.shape)
                 yield from self._message("all-to-all", (REPLICA_AXIS,), num_bytes)
         if self.program.stages_per_worker > 1:
             for v in (*self.read_layers, *of_layers):
@@ -329,8 +318,7 @@ class SpmdCosts:
         return self._under(self.sharding.entry_spec(v), v)
 
     def _under(self, spec: Spec, v: int) -> float:
-        sizes = zip(spec, self.sharding.mesh_shape, strict=True)
-        return self.program.values[v].num_bytes / prod(size for dim, size in sizes if dim >= 0)
+        return self.program.values[v].num_bytes / num_shards(spec, self.sharding.mesh_shape)
 
     @cached_property
     def kernels(self) -> PartKernels[Part]:

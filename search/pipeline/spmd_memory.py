@@ -9,8 +9,8 @@ the sums, and the temporaries of its layers (`part_kernels`).
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
+from autoshard.search.ir.spec import num_shards
 from autoshard.search.pipeline.spmd_costs import REPLICA_AXIS, Part, SpmdCosts
 from autoshard.search.plan.spmd_resting import mesh_shape, resting_spec
 from autoshard.search.plan.spmd_step import LayerLoop, Segment
@@ -159,8 +159,8 @@ class SpmdMemory:
 
     def _resting(self, v: int) -> float:
         program, sharding = self.costs.program, self.costs.sharding
-        sizes = zip(resting_spec(program, sharding, v), mesh_shape(program, sharding), strict=True)
-        return program.values[v].num_bytes / prod(size for dim, size in sizes if dim >= 0)
+        parts = num_shards(resting_spec(program, sharding, v), mesh_shape(program, sharding))
+        return program.values[v].num_bytes / parts
 
     def _of_stage(self, v: int) -> float:
         """The bytes of a stack of layers in one group of devices."""

@@ -8,29 +8,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
-import jax
-
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Step
-from autoshard.search.memory.microbatches import looped
 from autoshard.search.pipeline.intra_op import decided, replica_choices
 from autoshard.search.pipeline.parts import Parts
 from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.spmd_search import SpmdCandidate, SpmdParts, SpmdProposal, SpmdSearch
+from autoshard.search.pipeline.stage_decisions import recomputed_sites, written_down
 from autoshard.search.plan.decisions import apart
-from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.executors import SPMD
-from autoshard.search.plan.measured_shares import measured_shares
 from autoshard.search.plan.plan import Estimates, Plan, Stage, StageEstimates
-from autoshard.search.plan.recognition import check_is_for, outlined
-from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.plan.recognition import check_is_for
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
-from autoshard.search.problem.fingerprint import fingerprint
-from autoshard.search.problem.flat_program import flatten
-from autoshard.search.problem.folding import fold
 from autoshard.search.stopwatch import Stopwatch
 
 
@@ -130,22 +122,20 @@ def _read(step: Step, plan: Plan, place: str) -> tuple[SpmdCandidate, Parts]:
     )
     try:
         candidate.check(step, cluster)
-        sites = frozenset()
-        if plan.retention:
-            codec = RetentionCodec(fold(flatten(looped(step, candidate.count)), ()))
-            sites, _ = codec.read(plan.retention, place)
         marks, decided = [""] * len(step.arguments), apart(step, sharding)
+        sites = recomputed_sites(step, plan, candidate.count, marks, place)
         return candidate, Parts.of(step, marks, cluster, candidate.count, sites, decided=decided)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
 
 
 def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipeline:
-    problem, candidate, intra_op = found.parts.step_problem, found.candidate, found.intra_op
-    plan = Plan(
-        step=step.name,
-        fingerprint=fingerprint(step),
-        jax=jax.__version__,
+    candidate = found.candidate
+    plan = written_down(
+        step,
+        found.parts.step_problem,
+        (found.intra_op,),
+        _estimates(found, memory_bytes),
         cluster=found.parts.cluster.to_json(),
         memory_bytes=memory_bytes,
         executor=SPMD,
@@ -153,16 +143,12 @@ def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipelin
         workers=candidate.workers,
         microbatches=candidate.microbatches,
         stages=(Stage(replicas=candidate.num_replicas),) * candidate.stages,
-        retention=RetentionCodec(problem.traced_program).decisions(problem.sites) if problem.sites else {},
-        shardings=(intra_op.on_mesh.codec.decisions(intra_op.labels).sharding,),
-        estimates=_estimates(found, memory_bytes),
-        outline=outlined(step),
     )
-    return SpmdPipeline(replace(plan, marks=marks_of(plan)), found.program, found.sharding)
+    return SpmdPipeline(plan, found.program, found.sharding)
 
 
 def _estimates(found: SpmdProposal, memory_bytes: int) -> Estimates:
-    costs, memory, intra_op = found.costs, found.memory(memory_bytes), found.intra_op
+    costs, memory = found.costs, found.memory(memory_bytes)
     of_stage = StageEstimates(
         forward_s=costs.pass_s(is_backward=False),
         backward_s=costs.pass_s(is_backward=True),
@@ -178,5 +164,4 @@ def _estimates(found: SpmdProposal, memory_bytes: int) -> Estimates:
         bubble=found.bubble,
         between_s=costs.between_s,
         stages=(of_stage,) * found.candidate.stages,
-        shares=(measured_shares(intra_op.on_mesh.memory.costed, intra_op.labels),),
     )

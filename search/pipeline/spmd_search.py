@@ -15,7 +15,7 @@ from math import inf, prod
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.units import format_bytes, format_seconds
-from autoshard.search.ir.graph import Role, Step
+from autoshard.search.ir.graph import Step
 from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
 from autoshard.search.pipeline.bounds import Pipelines
 from autoshard.search.pipeline.intra_op import IntraOp
@@ -23,19 +23,19 @@ from autoshard.search.pipeline.parts import Parts
 from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.schedules.registry import build_schedule, check_numbers
+from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers
 from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
 from autoshard.search.pipeline.spmd import check_has_loops, layer_loops, written
 from autoshard.search.pipeline.spmd_costs import SpmdCosts
 from autoshard.search.pipeline.spmd_memory import SpmdMemory
 from autoshard.search.pipeline.spmd_sharding import spmd_sharding
-from autoshard.search.pipeline.stage_meshes import MAX_MICROBATCHES
+from autoshard.search.pipeline.stage_meshes import MAX_MICROBATCHES, state_bytes
 from autoshard.search.plan.executors import SPMD
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.plan.text_table import plural
 
-STAGES_PER_WORKER = {"gpipe": 1, "circular": 2}
-"""Stages of a worker, by schedule. Source: the schedules' definitions; a circular pipeline of one is GPipe."""
+STAGES_PER_WORKER = {name: FAMILIES[name].stages_each for name in ("gpipe", "circular")}
+"""Stages of a worker, by the schedules that one program can run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +194,7 @@ class SpmdSearch:
     Attributes:
       best: the best pipeline so far.
       least_bytes: the least memory of a pipeline that exceeds the cap.
+      cutoff_s: seconds of another plan that a pipeline has to beat.
       skipped_s: lower bound on the pipelines that were not tried.
       prepared: values that searches for one step share.
     """
@@ -209,7 +210,7 @@ class SpmdSearch:
         self.step, self.cluster, self.options, self.progress = step, cluster, options, progress
         self.prepared = prepared or Prepared.within()
         self.best: SpmdProposal | None = None
-        self.least_bytes = self.skipped_s = inf
+        self.least_bytes = self.cutoff_s = self.skipped_s = inf
 
     def run(self, cutoff_s: float = inf) -> SpmdProposal:
         """The fastest pipeline that fits.
@@ -219,7 +220,7 @@ class SpmdSearch:
           NotSplittableError: the step has no microbatches; the message says why.
           InfeasibleError: nothing fits, or takes less than the cutoff.
         """
-        by_count: dict[int, list[SpmdCandidate]] = {}
+        self.cutoff_s, by_count = cutoff_s, dict[int, list[SpmdCandidate]]()
         for one in self._all():
             if self._may_hold(one.num_replicas):
                 by_count.setdefault(one.count, []).append(one)
@@ -227,17 +228,17 @@ class SpmdSearch:
         while left and not self.prepared.deadline.is_over:
             least_s = {count: min(map(self._least_s, by_count[count])) for count in left}
             count = min(left, key=least_s.__getitem__)
-            if (target_s := min(self._best_s, cutoff_s)) <= least_s[count]:
+            if (target_s := self._target_s) <= least_s[count]:
                 self.skipped_s = least_s[count]
                 break
             left.remove(count)
             before_s = self._best_s
             candidates = [one for one in by_count[count] if self._least_s(one) < target_s]
-            self._in_parts(count, candidates, cutoff_s)
+            self._in_parts(count, candidates)
             if self.prepared.bounds is None and self._best_s == before_s < inf:
                 break
         if self.best is None:
-            raise self._infeasible(cutoff_s)
+            raise self._infeasible()
         return self.best
 
     def least_s(self) -> float:
@@ -273,17 +274,17 @@ class SpmdSearch:
         )
         return self.prepared.bounds.least_s(family, candidate.stages)
 
-    def _in_parts(self, count: int, candidates: Sequence[SpmdCandidate], cutoff_s: float) -> None:
+    def _in_parts(self, count: int, candidates: Sequence[SpmdCandidate]) -> None:
         self.progress(f"the step in {count} parts, as one program")
         marks, most_layers = [""] * len(self.step.arguments), self.options.most_layers
         parts = self.prepared.in_parts(count, self.step, marks, self.cluster, most_layers)
-        if self._has_fit(parts, candidates, cutoff_s) or self.options.remat == "never":
+        if self._has_fit(parts, candidates) or self.options.remat == "never":
             return
         for choice in parts.choices(max(one.shape for one in candidates)):
-            if self._has_fit(parts.recomputing(choice.sites), candidates, cutoff_s):
+            if self._has_fit(parts.recomputing(choice.sites), candidates):
                 return
 
-    def _has_fit(self, parts: Parts, candidates: Sequence[SpmdCandidate], cutoff_s: float) -> bool:
+    def _has_fit(self, parts: Parts, candidates: Sequence[SpmdCandidate]) -> bool:
         """Takes a better pipeline, if there is one; true if recomputation cannot improve on the best one."""
         in_one, found, refused = SpmdParts(self.step, parts), list[SpmdProposal](), list[InputError]()
         for candidate in candidates:
@@ -294,7 +295,7 @@ class SpmdSearch:
         if not found:
             raise refused[0]
         for proposal in sorted(found, key=lambda one: one.step_s):
-            if proposal.step_s >= min(self._best_s, cutoff_s):
+            if proposal.step_s >= self._target_s:
                 return True
             memory = proposal.memory(limit_bytes := self.options.memory_bytes)
             needed_bytes = memory.held_bytes if memory.held_bytes > limit_bytes else memory.peak_bytes
@@ -307,6 +308,11 @@ class SpmdSearch:
     @property
     def _best_s(self) -> float:
         return self.best.step_s if self.best else inf
+
+    @property
+    def _target_s(self) -> float:
+        """Seconds of the plan to beat."""
+        return min(self._best_s, self.cutoff_s)
 
     # --- what to try
 
@@ -371,9 +377,7 @@ class SpmdSearch:
 
     @cached_property
     def _state_bytes(self) -> int:
-        arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
-        state = (v for v, argument in arguments if argument.role is not Role.BATCH)
-        return sum(self.step.graph.values[v].num_bytes for v in state)
+        return sum(state_bytes(self.step))
 
     # --- what to say
 
@@ -384,11 +388,11 @@ class SpmdSearch:
             f"a batch of {batch_halvings(self.step)[0]}. Ask for a number of stages that gives a divisor of {total} groups"
         )
 
-    def _infeasible(self, cutoff_s: float) -> InfeasibleError:
+    def _infeasible(self) -> InfeasibleError:
         if self.skipped_s < inf:
             return InfeasibleError(
                 f"pipelines of {self.step.name} that are one program take {format_seconds(self.skipped_s)} or more, and "
-                f"there is a plan of {format_seconds(cutoff_s)}"
+                f"there is a plan of {format_seconds(self.cutoff_s)}"
             )
         cap = format_bytes(self.options.memory_bytes)
         nearest = f": the nearest needs {format_bytes(self.least_bytes)}" if self.least_bytes < inf else ""

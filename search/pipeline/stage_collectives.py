@@ -8,17 +8,15 @@ tasks read whole are gathered: parameters that the prologue casts or cuts into l
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import chain
 
 from autoshard.cost_model.collectives import MeshModel
-from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.pipeline.stage_memory import StageMemory
 from autoshard.search.pipeline.stage_sharding import MIN_BYTES, REPLICA
 from autoshard.search.pipeline.task_memory import ProgramKernels
-from autoshard.search.plan.plan import Collective
+from autoshard.search.plan.collective_totals import EqualCollectives, added_up
+from autoshard.search.plan.values import Collective
 from autoshard.search.problem.costs import COMBINED_BYTES
-
-Entry = tuple[str, tuple[str, ...], float, float, float]
-"""Kind, mesh axes, number, bytes of a device, and seconds."""
 
 
 def stage_collectives(
@@ -32,29 +30,14 @@ def stage_collectives(
       memory: the memory of the stages, which knows the specs of values.
       mesh: the mesh of the stage: replicas, and the devices of each.
     """
-    total: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
-    for kind, axes, count, num_bytes, seconds in (
-        *_inside(stage, kernels),
-        *_between(stage, kernels.step.learned, memory, mesh),
-    ):
-        before = total.get((kind, axes), (0.0, 0.0, 0.0))
-        total[kind, axes] = before[0] + count, before[1] + num_bytes, before[2] + seconds
-    return tuple(
-        Collective(kind, axes, round(count), round(num_bytes), seconds)
-        for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
-    )
-
-
-def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Entry]:
-    """The collectives between a replica's devices."""
-    names = AXIS_NAMES[len(kernels.intra_op.mesh_shape)]
     programs = [program for program in kernels.programs.programs if program.stage == stage]
-    for program in programs:
-        for kind, axes, count, num_bytes, seconds in kernels.collectives(program):
-            yield kind, tuple(names[a] for a in axes), count, num_bytes, seconds
+    inside = chain.from_iterable(map(kernels.collectives, programs))
+    return added_up((*inside, *_between(stage, kernels.step.learned, memory, mesh)))
 
 
-def _between(stage: int, learned: AbstractSet[int], memory: StageMemory, mesh: MeshModel) -> Iterator[Entry]:
+def _between(
+    stage: int, learned: AbstractSet[int], memory: StageMemory, mesh: MeshModel
+) -> Iterator[EqualCollectives]:
     """The collectives between replicas."""
     programs = memory.programs
     if programs.num_replicas == 1:
@@ -72,4 +55,4 @@ def _between(stage: int, learned: AbstractSet[int], memory: StageMemory, mesh: M
         num_bytes = sum(memory.bytes_of(v, stage, is_own) for v in values)
         if num_bytes:
             seconds = float(mesh.time_s(kind, (0,), num_bytes, COMBINED_BYTES))
-            yield kind, (REPLICA,), len(values), num_bytes, seconds
+            yield EqualCollectives(kind, (REPLICA,), len(values), num_bytes, seconds)

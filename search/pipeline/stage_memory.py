@@ -13,9 +13,8 @@ added together, and the update runs.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
-from autoshard.search.ir.spec import WHOLE, Spec
+from autoshard.search.ir.spec import WHOLE, Spec, num_shards
 from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 from autoshard.search.plan.task_order import task_order
@@ -185,9 +184,8 @@ class StageMemory:
     def _local_bytes(self, v: int, stage: int, is_own: bool = False) -> float:
         """Bytes of a value for each device of a stage, wherever it is."""
         sharding, value = self.shardings[stage], self.programs.values[v]
-        axes = list(zip(sharding.spec(v), sharding.mesh_shape, strict=True))
         own = is_own or self.programs.is_of_replica(v)
-        return value.num_bytes / prod(size for dim, size in axes[own:] if dim >= 0)
+        return value.num_bytes / num_shards(sharding.spec(v)[own:], sharding.mesh_shape[own:])
 
     def is_whole(self, v: int, stage: int) -> bool:
         """True if a value is not split over replicas."""

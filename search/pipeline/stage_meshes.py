@@ -15,8 +15,9 @@ from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
-from autoshard.search.pipeline.drafts import Shapes, num_workers, stands
-from autoshard.search.pipeline.pipeline_options import PipelineOptions
+from autoshard.search.pipeline.drafts import Shapes
+from autoshard.search.pipeline.pipeline_options import PipelineOptions, stands
+from autoshard.search.pipeline.schedules.registry import num_workers
 from autoshard.search.pipeline.stage_pins import shapes_for
 
 MAX_MICROBATCHES = 1024
@@ -37,7 +38,7 @@ class StageMeshes:
           InputError: stages that share workers would stand on several kinds of nodes.
           InfeasibleError: the state is larger than the memory of all devices.
         """
-        if self.options.draft_options.shares_workers and len(self.cluster.groups) > 1:
+        if self.options.shares_workers and len(self.cluster.groups) > 1:
             raise self._unlike()
         if not self._may_hold(1):
             raise self._too_large()
@@ -80,27 +81,20 @@ class StageMeshes:
     def _stand_everywhere(self, num_replicas: int, shapes: Shapes) -> bool:
         """True if nodes of each kind can hold stages of some of these meshes."""
         sizes = [num_replicas * prod(shape) for shape in shapes]
-        may_stand = self.options.draft_options.may_stand
+        may_stand = self.options.may_stand
         return all(any(may_stand(size, group) for size in sizes) for group in self.cluster.groups)
 
     def _may_hold(self, num_replicas: int) -> bool:
         """True if all devices together can hold the weights once per replica, as copies or gradients, and the rest of the
         state once."""
-        weights, rest = self._held_bytes
+        weights, rest = self._state_bytes
         caps = self.cluster.caps(self.options.memory_bytes)
         there = sum(g.num_devices * cap for g, cap in zip(self.cluster.groups, caps, strict=True))
         return num_replicas * weights + rest <= self.options.memory_share * there
 
     @cached_property
-    def _held_bytes(self) -> tuple[int, int]:
-        """Bytes of the weights, and of the rest of the state."""
-        arguments = enumerate(zip(self.step.graph.inputs, self.step.arguments, strict=True))
-        sizes = {role: 0 for role in Role}
-        for n, (v, argument) in arguments:
-            if n not in self.options.hosted:
-                sizes[argument.role] += self.step.graph.values[v].num_bytes
-        weights = sizes.pop(Role.PARAMETER) + sizes.pop(Role.FROZEN)
-        return weights, sum(sizes.values()) - sizes[Role.BATCH]
+    def _state_bytes(self) -> tuple[int, int]:
+        return state_bytes(self.step, self.options.hosted)
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -110,7 +104,7 @@ class StageMeshes:
           InputError: there is no such number.
         """
         total, stages = self.cluster.num_devices, self.options.stages
-        if self.options.draft_options.shares_workers and stages is not None:
+        if self.options.shares_workers and stages is not None:
             size, rest = divmod(total, num_workers(self.options.schedule or "", stages))
             if rest or not size:
                 raise self._unequal()
@@ -159,7 +153,7 @@ class StageMeshes:
         return InputError(
             f"{self.cluster.num_devices} devices in {self._nodes} cannot be split into "
             f"{self.options.stages} stages{self._scheduled}: each takes 1, 2, 4, ... devices of a node, or whole nodes"
-            + (", and all as many" if self.options.draft_options.shares_workers else "")
+            + (", and all as many" if self.options.shares_workers else "")
             + ". Ask for another number of stages, or use other devices"
         )
 
@@ -175,6 +169,16 @@ class StageMeshes:
             f"no pipeline of {self.step.name} on {self.cluster.name} fits {format_bytes(self.options.memory_bytes)} a device"
             ": its state alone is more than all devices hold. Allow more memory, or use more devices"
         )
+
+
+def state_bytes(step: Step, hosted: frozenset[int] = frozenset()) -> tuple[int, int]:
+    """Bytes of the weights, and of the rest of the state, without arguments on the host."""
+    sizes = {role: 0 for role in Role}
+    for n, (v, argument) in enumerate(zip(step.graph.inputs, step.arguments, strict=True)):
+        if n not in hosted:
+            sizes[argument.role] += step.graph.values[v].num_bytes
+    weights = sizes.pop(Role.PARAMETER) + sizes.pop(Role.FROZEN)
+    return weights, sum(sizes.values()) - sizes[Role.BATCH]
 
 
 def _sums(terms: Sequence[int], count: int, most: int) -> frozenset[int]:

@@ -20,7 +20,6 @@ class InterOpProblem:
         for more stages, too. Entries never fall.
       transfer_s: [links, layers + 1]: seconds to send, at each cut, the operands of the next layer, and their gradients
         back.
-      fill_share: the share of the time in which the pipeline fills and drains that the schedule leaves idle.
       num_stages: the number of stages that the caller asked for; None for any.
       links: the link to each device from the one before it; if empty, there are two: inside a node, and between nodes.
     """
@@ -30,7 +29,6 @@ class InterOpProblem:
     num_microbatches: int
     in_flight: tuple[int, ...]
     transfer_s: Array
-    fill_share: float = 1.0
     num_stages: int | None = None
     links: tuple[int, ...] = ()
 
@@ -38,7 +36,6 @@ class InterOpProblem:
         assert all(a <= b for a, b in zip(self.in_flight, self.in_flight[1:], strict=False)), (
             f"in flight with more stages behind must not be less, got {self.in_flight}"
         )
-        assert 0 <= self.fill_share <= self.num_microbatches, f"fill share {self.fill_share}"
         assert len({node.kind for node in self.nodes}) == len(set(self.nodes)), "nodes of a kind differ"
         assert len(self.links) in (0, self.num_devices), (
             f"{len(self.links)} links to {self.num_devices} devices"

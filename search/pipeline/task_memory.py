@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.search.ir.graph import Op, Site
+from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.part_kernels import PartKernels, Runs, length_of
 from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.plan.collective_totals import EqualCollectives
 from autoshard.search.plan.schedule import TaskKind
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms
 
@@ -40,15 +42,15 @@ class ProgramKernels:
         is_task = program in self.programs.tasks.values()
         return needed if is_task else needed / self.programs.num_replicas
 
-    def collectives(
-        self, program: StageProgram
-    ) -> Iterator[tuple[str, tuple[int, ...], float, float, float]]:
-        """A program's collectives: kind, mesh axes, number in a step, bytes on a device, and seconds."""
-        once = program in self.programs.epilogue
+    def collectives(self, program: StageProgram) -> Iterator[EqualCollectives]:
+        """A program's collectives in a step, between a replica's devices."""
+        once, names = program in self.programs.epilogue, AXIS_NAMES[len(self.intra_op.mesh_shape)]
         for kernel, what, count, share in self._of_program.collectives(program):
             own = share / self.programs.num_replicas
-            num = count if once else count * own
-            yield what.kind, what.axes, num, count * own * what.num_bytes, own * kernel.time.seconds
+            axes, num = tuple(names[a] for a in what.axes), count if once else count * own
+            yield EqualCollectives(
+                what.kind, axes, num, count * own * what.num_bytes, own * kernel.time.seconds
+            )
 
     @cached_property
     def _of_program(self) -> PartKernels[StageProgram]:

@@ -5,7 +5,7 @@ pass, `W5` the weight gradient, in small letters on a worker's later stages; a t
 alone where it has a single column. Dots are idle.
 
 The trace has a track per worker, a slice per task, an arrow for each value that goes from one worker to another, and a
-counter of the residuals held. Source: "Trace Event Format", the JSON that Chrome's tracing and Perfetto read.
+counter of the residuals held.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,10 @@ from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.pipeline.schedules.registry import build_schedule
 from autoshard.search.pipeline.simulator import Run, Simulation, StageCost, simulate
 from autoshard.search.plan.text_table import WIDTH
+from autoshard.search.plan.trace_events import MICROSECONDS, Event, counter, span, trace_file, track
 from autoshard.search.plan.values import PlanValues
 
 IDLE, GOING_ON = ".", "-"
-
-MICROSECONDS = 1e6
-"""Per second: trace events are in microseconds."""
 
 
 def simulated(plan: PlanValues) -> Simulation:
@@ -84,43 +82,29 @@ def trace_events(simulation: Simulation) -> dict[str, Any]:
     events = [
         event
         for worker, runs in enumerate(simulation.workers)
-        for event in (_name(worker, simulation), *_slices(worker, runs), *_counters(worker, runs))
+        for event in (_track(worker, simulation), *_spans(worker, runs), *_counters(worker, runs))
     ]
-    return {"traceEvents": [*events, *_arrows(simulation)], "displayTimeUnit": "ms"}
+    return trace_file((*events, *_arrows(simulation)))
 
 
-def _name(worker: int, simulation: Simulation) -> dict[str, Any]:
+def _track(worker: int, simulation: Simulation) -> Event:
     stages = ", ".join(map(str, simulation.schedule.stages_of(worker)))
-    args = {"name": f"worker {worker} (stage {stages})"}
-    return {"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": args}
+    return track(worker, f"worker {worker} (stage {stages})")
 
 
-def _slices(worker: int, runs: tuple[Run, ...]) -> Iterator[dict[str, Any]]:
+def _spans(worker: int, runs: tuple[Run, ...]) -> Iterator[Event]:
     for run in runs:
-        yield {
-            "ph": "X",
-            "name": str(run.task),
-            "cat": run.task.kind.value,
-            "pid": 0,
-            "tid": worker,
-            "ts": run.start_s * MICROSECONDS,
-            "dur": (run.end_s - run.start_s) * MICROSECONDS,
-            "args": {"stage": run.task.stage, "microbatch": run.task.microbatch},
-        }
+        task, seconds = run.task, run.end_s - run.start_s
+        args = {"stage": task.stage, "microbatch": task.microbatch}
+        yield span(worker, str(task), run.start_s, seconds, cat=task.kind.value, args=args)
 
 
-def _counters(worker: int, runs: tuple[Run, ...]) -> Iterator[dict[str, Any]]:
+def _counters(worker: int, runs: tuple[Run, ...]) -> Iterator[Event]:
     for run in runs:
-        yield {
-            "ph": "C",
-            "name": f"residual bytes, worker {worker}",
-            "pid": 0,
-            "ts": run.start_s * MICROSECONDS,
-            "args": {"bytes": run.held_bytes},
-        }
+        yield counter(f"residual bytes, worker {worker}", run.start_s, {"bytes": run.held_bytes})
 
 
-def _arrows(simulation: Simulation) -> Iterator[dict[str, Any]]:
+def _arrows(simulation: Simulation) -> Iterator[Event]:
     """From the end of a task to the start of each on another worker that reads it."""
     schedule = simulation.schedule
     end_s = {run.task: run.end_s for runs in simulation.workers for run in runs}

@@ -18,16 +18,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from autoshard.search.plan.argument_paths import Tokens, pieces
-from autoshard.search.plan.text_table import aligned, more_of, plural
+from autoshard.search.plan.number_ranges import ranges
+from autoshard.search.plan.text_table import NAMES_IN_A_LINE, aligned, few, more_of, plural
 
 _MAX_ARGUMENT_LINES = 16
 """Lines for the arguments of one section. Source: four sections and the rest still fit a tall terminal."""
-
-_MAX_NAMES = 6
-"""Names in one list before it is cut short. Source: a choice of ours."""
 
 _REPLICATED = "P()"
 
@@ -145,16 +144,16 @@ def _lines(section: _Section) -> list[tuple[str, int, str]]:
     """(spec, number of arguments, their paths) of each line: the most common spec first, replicated arguments last."""
     universe = _universe(section.among)
     lines = [
-        (spec, section.copies * _size(box), _box_text(box, universe)) for spec, box in _boxes(section.specs)
+        (spec, section.copies * prod(map(len, box)), _box_text(box, universe))
+        for spec, box in _boxes(section.specs)
     ]
     split = sorted((line for line in lines if line[0] != _REPLICATED), key=lambda line: -line[1])
     replicated = [line for line in lines if line[0] == _REPLICATED]
     if len(replicated) <= 2:
         return split + replicated
     names = Counter(_last_name(path) for path, spec in section.specs.items() if spec == _REPLICATED)
-    shown = [f"{section.copies * count} {name}" for name, count in names.most_common(_MAX_NAMES)]
-    text = ", ".join([*shown, *["..."] * (len(names) > len(shown))])
-    return [*split, (_REPLICATED, section.copies * names.total(), text)]
+    counted = few([f"{section.copies * count} {name}" for name, count in names.most_common()])
+    return [*split, (_REPLICATED, section.copies * names.total(), counted)]
 
 
 Box = tuple[tuple[str, ...], ...]
@@ -213,26 +212,8 @@ def _choice_text(tokens: tuple[str, ...], occurring: set[str]) -> str:
         return template.replace("*", "*" if set(tokens) >= occurring else ranges(numbers))
     opening, closing = ("[", "]") if tokens[0].startswith("[") else (".", "")
     names = [t.removeprefix(opening).removesuffix(closing) for t in tokens]
-    cut = [*names[:_MAX_NAMES], "..."] if len(names) > _MAX_NAMES else names
+    cut = [*names[:NAMES_IN_A_LINE], "..."] if len(names) > NAMES_IN_A_LINE else names
     return f"{opening if all(t.startswith(opening) for t in tokens) else ''}{'|'.join(cut)}{closing}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """`0-3,7` of 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _size(box: Box) -> int:
-    size = 1
-    for tokens in box:
-        size *= len(tokens)
-    return size
 
 
 def _unnumbered(tokens: Tokens) -> Tokens:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 
+from autoshard.search.plan.number_ranges import numbers_of
+
 Tokens = tuple[str, ...]
 """A pytree path in pieces: `("state", "['params']", "[0]", ".kernel")`."""
 
@@ -106,8 +108,7 @@ def _numbers(text: str) -> str:
     """`*`, or `0-3,7`, as a regular expression."""
     if text == "*":
         return r"\d+"
-    runs = [list(map(int, run.split("-"))) for run in text.split(",")]
-    return f"(?:{'|'.join(str(n) for run in runs for n in range(run[0], run[-1] + 1))})"
+    return f"(?:{'|'.join(map(str, numbers_of(text)))})"
 
 
 # --- the same leaf in another step

@@ -7,7 +7,7 @@ only. Arguments are folded as the summary folds them (`search.plan.argument_line
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,7 +15,8 @@ from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.plan.argument_lines import argument_lines
 from autoshard.search.plan.differences import SIGNS, Difference, differences
 from autoshard.search.plan.edits import is_edited
-from autoshard.search.plan.summary import stage_meshes, time_parts, whole_mesh
+from autoshard.search.plan.plan_meshes import collectives, stage_meshes, whole_mesh
+from autoshard.search.plan.summary import time_parts
 from autoshard.search.plan.text_table import LINES_OF_A_LIST, aligned, fitted, more_of, plural
 from autoshard.search.plan.values import Collective, PlanValues
 
@@ -150,19 +151,11 @@ def _collectives(plan: PlanValues, amount: Callable[[Collective], float]) -> dic
     """Amounts by kind and axes, the axes with their sizes, as two plans' axes of one name may differ. If stages have their
     own programs, the mean of all devices."""
     total = dict[str, float]()
-    for share, mesh, collectives in _moved(plan):
-        for one in collectives:
+    for share, mesh, moved in collectives(plan):
+        for one in moved:
             name = f"{one.kind} over {', '.join(f'{axis}={mesh[axis]}' for axis in one.axes)}"
             total[name] = total.get(name, 0.0) + share * amount(one)
     return total
-
-
-def _moved(plan: PlanValues) -> Iterator[tuple[float, Mapping[str, int], Sequence[Collective]]]:
-    """The share of the devices that take part, their mesh, and their collectives."""
-    yield 1.0, whole_mesh(plan), plan.estimates.collectives
-    num_devices = sum(map(plan.devices_of, plan.stages))
-    for stage, taken in zip(plan.stages, plan.estimates.stages, strict=False):
-        yield plan.devices_of(stage) / num_devices, plan.mesh_of(stage), taken.collectives
 
 
 # --- text

@@ -34,7 +34,7 @@ from autoshard.search.memory.offload import MIN_BYTES, may_rest_on_host
 from autoshard.search.plan.edits import Decision
 from autoshard.search.plan.names import scoped_name, unique
 from autoshard.search.plan.resting_places import ON_HOST, UPDATED, is_on_host, without_place
-from autoshard.search.plan.text_table import plural
+from autoshard.search.plan.text_table import LINES_OF_A_LIST, plural
 from autoshard.search.plan.values import Decisions, Sharding
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import FlatOp, ReadPhase
@@ -44,9 +44,6 @@ from autoshard.search.problem.strategy_graph import Maker, Port, StrategyGraph
 
 ARGUMENT, EDITED = 1, 2
 """Firmness of decisions: of an argument, and of an edit; others are looser."""
-
-MAX_SHOWN = 6
-"""Largest number of strategies in a message, of up to 130. Source: a choice of ours."""
 
 SPEC = re.compile(r"\b(?:jax\.)?(?:sharding\.)?P(?:artitionSpec)?\(((?:[^()]|\([^()]*\))*)\)")
 """A spec in a text, by any of its names."""
@@ -339,10 +336,10 @@ class DecisionCodec:
     def _lookup(self, node: int, name: str, text: str, place: str) -> int:
         texts, wanted = self.texts(node), self._written_alike(text, name, place)
         if wanted not in texts:
-            shown = "; ".join(texts[:MAX_SHOWN])
+            shown = "; ".join(texts[:LINES_OF_A_LIST])
             more = f"; ... All {len(texts)}: autoshard show PLAN TARGET --choices {shlex.quote(name)}"
             raise PlanError(
-                f"{place}: {name!r} cannot be {text!r}. Possible are: {shown}{more * (len(texts) > MAX_SHOWN)}"
+                f"{place}: {name!r} cannot be {text!r}. Possible are: {shown}{more * (len(texts) > LINES_OF_A_LIST)}"
             )
         return texts.index(wanted)
 
@@ -368,7 +365,7 @@ class DecisionCodec:
         """
         named = {name: node for node, names in enumerate(self.names) for name in names}
         if name not in named:
-            near = difflib.get_close_matches(name, named, n=MAX_SHOWN, cutoff=0.0)
+            near = difflib.get_close_matches(name, named, n=LINES_OF_A_LIST, cutoff=0.0)
             raise PlanError(
                 f"{place}: {name!r} names no decision of this step. Near it are: {'; '.join(near)}",
                 section="a-wrong-name",

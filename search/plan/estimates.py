@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from autoshard.search.device.prediction import Prediction
 from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.memory.copies import SCOPE
+from autoshard.search.plan.collective_totals import EqualCollectives, added_up
 from autoshard.search.plan.measured_profile import measured_profile
 from autoshard.search.plan.measured_shares import measured_shares
 from autoshard.search.plan.values import Collective, Estimates
@@ -74,23 +75,18 @@ def where(costed: CostedGraph, position: int) -> str:
 
 
 def _collectives(costed: CostedGraph, chosen: Sequence[int]) -> tuple[Collective, ...]:
-    """All collectives of a step, added up by kind and axes."""
+    """All collectives of a step, added up by kind and axes; of a kind, the outer axes first."""
     names = AXIS_NAMES[costed.resharder.num_axes]
-    total: dict[tuple[str, tuple[int, ...]], tuple[int, float, float]] = {}
+    found = added_up(_equal(costed, chosen, names))
+    return tuple(sorted(found, key=lambda one: (one.kind, [*map(names.index, one.axes)])))
+
+
+def _equal(costed: CostedGraph, chosen: Sequence[int], names: Sequence[str]) -> Iterator[EqualCollectives]:
     inside = (*_inside_nodes(costed, chosen), *_in_rings(costed, chosen), *_of_halos(costed, chosen))
     runs = (*_between_nodes(costed, chosen), *inside)
     for kind, axes, count, num_bytes, combined_bytes in runs:
         seconds = float(costed.resharder.mesh.time_s(kind, axes, num_bytes, combined_bytes))
-        so_far = total.get((kind, axes), (0, 0.0, 0.0))
-        total[kind, axes] = (
-            so_far[0] + count,
-            so_far[1] + count * num_bytes,
-            so_far[2] + count * seconds,
-        )
-    return tuple(
-        Collective(kind, tuple(names[a] for a in axes), count, round(num_bytes), seconds)
-        for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
-    )
+        yield EqualCollectives(kind, tuple(names[a] for a in axes), count, count * num_bytes, count * seconds)
 
 
 _Run = tuple[str, tuple[int, ...], int, float, float]

@@ -12,13 +12,15 @@ split without such a name is described.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from math import prod
 from types import MappingProxyType
 
 from autoshard.cost_model.cluster import Cluster
+from autoshard.search.plan.number_ranges import numbers_of, ranges
 from autoshard.search.plan.resting_places import UPDATED, is_on_host
 from autoshard.search.plan.text_table import plural
+from autoshard.search.plan.values import REPLICA, PlanValues
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 
 NAMED = 0.1
@@ -54,49 +56,12 @@ _SOME_RECOMPUTED = re.compile(r"remat (\d[\d, -]*) of (\d+)")
 _IN_SEGMENTS = re.compile(r"in segments of (\d+(?:, \d+)*)")
 
 
-@dataclass(frozen=True, slots=True)
-class StageShape:
-    """How the devices of a stage share its work.
-
-    Attributes:
-      num_replicas: groups of its devices, each with examples of its own.
-      mesh: sizes of the axes of a replica's mesh, by name.
-      shares: the work that these axes split; None if it is not known.
-    """
-
-    num_replicas: int
-    mesh: Mapping[str, int]
-    shares: WorkShares | None
-
-
-@dataclass(frozen=True, slots=True)
-class PlanShape:
-    """The properties of a plan that its first line names.
-
-    Attributes:
-      stages: in the order of the forward phase; a plan of one program has one.
-      schedule: schedule of the pipeline; empty without one.
-      microbatches: number of microbatches of a step.
-      retention: as in `Decisions`.
-      arguments: as in `Decisions`.
-      attention: the number of devices of the ring in which attention runs; 1 if it runs in blocks on each device, 0 if
-        it stays as it is.
-    """
-
-    stages: tuple[StageShape, ...]
-    schedule: str = ""
-    microbatches: int = 1
-    retention: Mapping[str, str] = field(default_factory=dict[str, str])
-    arguments: Mapping[str, str] = field(default_factory=dict[str, str])
-    attention: int = 0
-
-
-def headline(plan: PlanShape) -> str:
-    """The plan in one line."""
+def headline(plan: PlanValues) -> str:
+    """The kind of plan as an expert would call it, in one line."""
     pipeline, microbatches = _pipeline(plan), _microbatches(plan)
-    sharing_of_all = [_sharing_of_stages(plan.stages)]
+    sharing_of_all = [_sharing_of_stages(plan)]
     first = [*pipeline, *microbatches, *sharing_of_all] if pipeline else [*sharing_of_all, *microbatches]
-    return ", ".join([*first, *_attention(plan.attention), *_memory_savers(plan)])
+    return ", ".join([*first, *_attention(plan), *_memory_savers(plan)])
 
 
 def mfu(shares: Iterable[WorkShares | None], groups: Iterable[Cluster], step_s: float) -> float | None:
@@ -127,46 +92,53 @@ def mfu(shares: Iterable[WorkShares | None], groups: Iterable[Cluster], step_s: 
 # --- parts of the line
 
 
-def _pipeline(plan: PlanShape) -> list[str]:
+def _pipeline(plan: PlanValues) -> list[str]:
     if not plan.schedule:
         return []
     return [f"{plural(len(plan.stages), 'stage')} x {SCHEDULES.get(plan.schedule, plan.schedule)}"]
 
 
-def _microbatches(plan: PlanShape) -> list[str]:
+def _microbatches(plan: PlanValues) -> list[str]:
     is_several = plan.microbatches > 1 or plan.schedule
     return [f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"] if is_several else []
 
 
-def _attention(num_devices: int) -> list[str]:
-    if not num_devices:
+def _attention(plan: PlanValues) -> list[str]:
+    """Attention in blocks, and the number of devices among which keys and values travel."""
+    if not plan.attention:
         return []
+    sent = [one for one in plan.estimates.collectives if one.kind == "collective-permute"]
+    largest = max(sent, key=lambda one: one.bytes, default=None)
+    mesh = plan.shardings[0].mesh
+    num_devices = prod(mesh[axis] for axis in largest.axes) if largest else 1
     return [f"ring attention over {num_devices}" if num_devices > 1 else "attention in blocks"]
 
 
-def _sharing_of_stages(stages: Sequence[StageShape]) -> str:
+def _sharing_of_stages(plan: PlanValues) -> str:
     texts: dict[str, list[int]] = {}
-    for n, stage in enumerate(stages):
-        texts.setdefault(sharing(stage), []).append(n)
+    shares = dict(enumerate(plan.estimates.shares))
+    for n, stage in enumerate(plan.stages):
+        words = sharing(stage.replicas, plan.sharding_of(stage).mesh, shares.get(stage.sharding))
+        texts.setdefault(words, []).append(n)
     if len(texts) == 1:
         return next(iter(texts))
-    return "; ".join(f"stage{'s' * (len(n) > 1)} {_numbers(n)}: {words}" for words, n in texts.items())
+    return "; ".join(f"stage{'s' * (len(n) > 1)} {ranges(n, ', ')}: {words}" for words, n in texts.items())
 
 
-def _numbers(numbers: Sequence[int]) -> str:
-    """`0-2` of neighbours, `0, 2` of others."""
-    is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if is_run and len(numbers) > 1 else ", ".join(map(str, numbers))
+def sharing(num_replicas: int, mesh: Mapping[str, int], shares: WorkShares | None) -> str:
+    """How devices share a stage: `FSDP over 8 x tensor parallel over 8`.
 
-
-def sharing(stage: StageShape) -> str:
-    """How devices share a stage: `FSDP over 8 x tensor parallel over 8`."""
-    replicas = AxisUse("replica", stage.num_replicas, examples=1.0)
-    if stage.shares is None:
-        axes = " x ".join(f"{name}={size}" for name, size in stage.mesh.items() if size > 1)
-        return f"split over {axes}" if axes else sharing(StageShape(stage.num_replicas, {}, WorkShares()))
+    Args:
+      num_replicas: groups of its devices, each with examples of its own.
+      mesh: sizes of the axes of a replica's mesh, by name.
+      shares: the work that these axes split; None if it is not known.
+    """
+    replicas = AxisUse(REPLICA, num_replicas, examples=1.0)
+    if shares is None:
+        axes = " x ".join(f"{name}={size}" for name, size in mesh.items() if size > 1)
+        return f"split over {axes}" if axes else sharing(num_replicas, {}, WorkShares())
     sizes: dict[str, int] = {}
-    uses = [use for use in (replicas, *stage.shares.axes) if use.size > 1]
+    uses = [use for use in (replicas, *shares.axes) if use.size > 1]
     for use in uses:
         words = axis_words(use)
         sizes[words] = sizes.get(words, 1) * use.size
@@ -210,25 +182,26 @@ def _batch_words(use: AxisUse) -> str:
     return DATA_PARALLEL
 
 
-def _memory_savers(plan: PlanShape) -> list[str]:
+def _memory_savers(plan: PlanValues) -> list[str]:
     """Recomputation, updates by rows, and arrays on the host."""
     texts = _recomputed(plan)
-    if any(name.startswith(ROW_READ) for s in plan.stages if s.shares for name in s.shares.runs):
+    if any(name.startswith(ROW_READ) for shares in plan.estimates.shares for name in shares.runs):
         texts.append("tables updated by rows")
     if any("offload" in text for text in plan.retention.values()):
         texts.append("residuals offloaded")
-    if any(map(is_on_host, plan.arguments.values())):
-        is_updated = any(spec.endswith(UPDATED) for spec in plan.arguments.values())
+    specs = plan.shardings[0].arguments.values()
+    if any(map(is_on_host, specs)):
+        is_updated = any(spec.endswith(UPDATED) for spec in specs)
         texts.append("state on the host" + UPDATED * is_updated)
     return texts
 
 
-def _recomputed(plan: PlanShape) -> list[str]:
+def _recomputed(plan: PlanValues) -> list[str]:
     again = {name: text for name, text in plan.retention.items() if "remat" in text}
     if not again:
         return []
     layers = Counter(
-        (_count(found[1]), int(found[2]))
+        (len(numbers_of(found[1])), int(found[2]))
         for name, text in again.items()
         if HEAVY.search(name) and (found := _SOME_RECOMPUTED.search(text))
     )
@@ -239,11 +212,5 @@ def _recomputed(plan: PlanShape) -> list[str]:
         return [
             f"a loop recomputed in segments of {cut[0]}" if len(cut) == 1 else "loops recomputed in segments"
         ]
-    share = max((s.shares.recomputed for s in plan.stages if s.shares), default=0.0)
+    share = max((shares.recomputed for shares in plan.estimates.shares), default=0.0)
     return [f"{share:.0%} of the forward FLOPs recomputed" if share >= 0.005 else "cheap ops recomputed"]
-
-
-def _count(ranges: str) -> int:
-    """How many numbers `0-3, 7` has."""
-    runs = [run.split("-") for run in ranges.split(", ")]
-    return sum(int(run[-1]) - int(run[0]) + 1 for run in runs)

@@ -9,15 +9,11 @@ An outline says less than a fingerprint, which also covers parameters, factors a
 depends on it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autoshard.search.plan.bounds import Count
-from autoshard.search.plan.text_table import plural
-
-MAX_NAMES = 3
-"""Largest number of arguments, results or primitives that a message names for each kind of difference. Source: a choice of
-ours."""
+from autoshard.search.plan.text_table import few, plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ def _arguments(new: Outline, old: Outline) -> Iterator[str]:
     if _are_renamed(new.arguments, old.arguments):
         pairs = zip(new.arguments, old.arguments, strict=True)
         renamed = [f"{name} is called {before} there" for name, before in pairs if name != before]
-        yield f"arguments have other names: {_some(renamed)}"
+        yield f"arguments have other names: {few(renamed)}"
         return
     yield from _counted(new.arguments, old.arguments, "it takes", "argument")
     both = [
@@ -60,7 +56,7 @@ def _arguments(new: Outline, old: Outline) -> Iterator[str]:
         for name, is_, role, was, before in split
         if is_ == was and role != before
     ]
-    yield from filter(None, (_some(retyped), _some(recast)))
+    yield from filter(None, (few(retyped), few(recast)))
 
 
 def _are_renamed(new: Mapping[str, str], old: Mapping[str, str]) -> bool:
@@ -77,7 +73,7 @@ def _results(new: Outline, old: Outline) -> Iterator[str]:
         for name in both
         if new.results[name] != old.results[name]
     ]
-    yield from filter(None, [_some(retyped)])
+    yield from filter(None, [few(retyped)])
 
 
 def _counted(new: Mapping[str, str], old: Mapping[str, str], verb: str, noun: str) -> Iterator[str]:
@@ -85,7 +81,7 @@ def _counted(new: Mapping[str, str], old: Mapping[str, str], verb: str, noun: st
     for ours, theirs, than in ((new, old, "more"), (old, new, "fewer")):
         alone = [f"{name} ({text.partition(' ')[0]})" for name, text in ours.items() if name not in theirs]
         if alone:
-            yield f"{verb} {plural(len(alone), noun)} {than}: {_some(alone)}"
+            yield f"{verb} {plural(len(alone), noun)} {than}: {few(alone)}"
 
 
 def _ops(new: Outline, old: Outline) -> Iterator[str]:
@@ -96,9 +92,4 @@ def _ops(new: Outline, old: Outline) -> Iterator[str]:
         if new.ops.get(name, 0) != old.ops.get(name, 0)
     ]
     if changed:
-        yield f"it has {_some(changed)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first few, and the number of others."""
-    return ", ".join([*names[:MAX_NAMES], *([f"{len(names) - MAX_NAMES} more"] * (len(names) > MAX_NAMES))])
+        yield f"it has {few(changed)}"

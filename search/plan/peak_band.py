@@ -6,27 +6,13 @@ keeps it as long as nothing in the file is edited. Without a compiled peak, the 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 PEAK_BAND = (0.79, 1.36)
 """The least and the largest compiled peak of a plan for a model that no rule was made for, as shares of its predicted peak.
 A plan far below its cap may be compiled to more than that, up to the cap: XLA's scheduler spends the room that is left.
 Source: docs/benchmarks.md, "Models measured once" (predictions up to 26% too high), "Plans under a cap" (31 plans, up to 36%
 more than their cap) and "Plans under a cap, with the compiler as judge"."""
-
-
-class HasPeaks(Protocol):
-    """Estimates of a plan of any kind."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Device memory at its highest, predicted."""
-        ...
-
-    @property
-    def compiled_peak_bytes(self) -> int | None:
-        """Device memory at its highest in the compiled program; None if it was not compiled."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

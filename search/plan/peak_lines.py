@@ -2,9 +2,9 @@
 
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes
-from autoshard.search.plan.peak_band import HasPeaks, band, is_known, may_exceed
+from autoshard.search.plan.peak_band import band, is_known, may_exceed
 from autoshard.search.plan.text_table import percent
-from autoshard.search.plan.values import PlanValues
+from autoshard.search.plan.values import Estimates, PlanValues
 
 
 def peak_lines(plan: PlanValues, cluster: AnyCluster) -> list[str]:
@@ -22,7 +22,7 @@ def peak_lines(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     return lines
 
 
-def _memory_line(estimates: HasPeaks, cap_bytes: int, platform: str) -> str:
+def _memory_line(estimates: Estimates, cap_bytes: int, platform: str) -> str:
     """The compiled peak and its share of the cap; or the predicted one, with its error band if that is known."""
     predicted, compiled = estimates.peak_bytes, estimates.compiled_peak_bytes
     if compiled is None:
@@ -36,13 +36,14 @@ def _memory_line(estimates: HasPeaks, cap_bytes: int, platform: str) -> str:
 def _predicted_line(peak_bytes: int, cap_bytes: int, has_band: bool, where: str = "") -> str:
     """The predicted peak and its share of the cap; with its error band, and a doubt if the band crosses the cap."""
     line = f"predicted peak memory{where}: {format_bytes(peak_bytes)} of {_of_cap(peak_bytes, cap_bytes)}"
-    if not has_band:
-        return line
+    return f"{line}, {error_band(peak_bytes, cap_bytes)}" if has_band else line
+
+
+def error_band(peak_bytes: int, cap_bytes: int) -> str:
+    """The compiled peaks that a predicted one may stand for, and a doubt if they cross the cap."""
     there = band(peak_bytes)
     doubt = "; it may not fit" if may_exceed(peak_bytes, cap_bytes) else ""
-    return (
-        f"{line}, not compiled: {format_bytes(there.least_bytes)} to {format_bytes(there.most_bytes)}{doubt}"
-    )
+    return f"not compiled: {format_bytes(there.least_bytes)} to {format_bytes(there.most_bytes)}{doubt}"
 
 
 def _of_cap(peak_bytes: int, cap_bytes: int) -> str:

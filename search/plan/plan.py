@@ -20,10 +20,11 @@ from autoshard.report.page import framed, page
 from autoshard.search.plan import edits, former_files
 from autoshard.search.plan.comparison import Comparison
 from autoshard.search.plan.executors import EXECUTORS, JIT
+from autoshard.search.plan.headline import headline
 from autoshard.search.plan.json_file import read_file, sealed, text_of
 from autoshard.search.plan.metrics import metrics
 from autoshard.search.plan.plan_file import SCHEMA, described, read, written
-from autoshard.search.plan.summary import plan_title, summary
+from autoshard.search.plan.summary import summary
 from autoshard.search.plan.values import (
     Candidate,
     Collective,
@@ -191,7 +192,7 @@ class Plan(PlanValues):
 
     def __repr__(self) -> str:
         """One line: the kind of plan, its step and cluster, and its predictions unless it was edited."""
-        title = f"{plan_title(self)}; step {self.step!r} on {self.cluster.get('name', 'a cluster')}"
+        title = f"{headline(self)}; step {self.step!r} on {self.cluster.get('name', 'a cluster')}"
         if self.is_edited:
             return f"<Plan: {title}; edited by hand>"
         taken = f"{format_seconds(self.estimates.step_s)}, {format_bytes(self.estimates.peak_bytes)}"

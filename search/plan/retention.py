@@ -19,6 +19,7 @@ from autoshard.search.ir.graph import Graph, Phase, Site, walk
 from autoshard.search.memory.loop_offload import may_leave_loop
 from autoshard.search.memory.loop_segments import LoopSegments, check_segments, cut_loop, segments_site
 from autoshard.search.plan.names import scoped_name, unique
+from autoshard.search.plan.number_ranges import numbers_of, ranges
 from autoshard.search.problem.folding import FoldedProgram
 
 _SOME = re.compile(r"(?:remat|offload) (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*) of (\d+)")
@@ -82,7 +83,7 @@ class RetentionCodec:
             for (how, suffix), left in asked.items():
                 members = [n for site, numbers in here.items() if site in left for n in numbers]
                 if members:
-                    some = f" {_ranges(members)} of {count}" if len(members) < count else ""
+                    some = f" {ranges(members, ', ')} of {count}" if len(members) < count else ""
                     one = f"{how}{some}{suffix}"
                     texts[name] = f"{texts[name]}; {one}" if name in texts else one
                     left.difference_update(here)
@@ -184,17 +185,6 @@ def _standing_for(members: Collection[int], here: Mapping[Site, range]) -> Itera
             yield site
 
 
-def _ranges(members: list[int]) -> str:
-    """`0-3, 7`."""
-    runs: list[list[int]] = []
-    for n in members:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
 def _members(text: str, count: int) -> list[int] | None:
     """The numbers in its class of the ops that a decision is for; None if it makes no sense."""
     if text in ("remat", "offload"):
@@ -202,6 +192,5 @@ def _members(text: str, count: int) -> list[int] | None:
     match = _SOME.fullmatch(text)
     if match is None or int(match[2]) != count:
         return None
-    runs = [run.split("-") for run in match[1].split(", ")]
-    members = [n for run in runs for n in range(int(run[0]), int(run[-1]) + 1)]
+    members = numbers_of(match[1])
     return members if all(n < count for n in members) else None

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from math import prod
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import MeshModel
@@ -21,14 +20,14 @@ from autoshard.search.plan.argument_lines import argument_lines
 from autoshard.search.plan.certificate import certificate, certified_gap
 from autoshard.search.plan.edits import edited, is_edited, num_deleted
 from autoshard.search.plan.executors import EXECUTORS, JIT, SPMD
-from autoshard.search.plan.headline import HEAVY, PlanShape, StageShape, headline
+from autoshard.search.plan.headline import HEAVY, headline
 from autoshard.search.plan.metrics import metrics
 from autoshard.search.plan.peak_lines import peak_lines
 from autoshard.search.plan.text_table import (
     LINES_OF_A_LIST,
-    NAMES_IN_A_LINE,
     Row,
     aligned,
+    few,
     fitted,
     more_of,
     percent,
@@ -81,7 +80,7 @@ def _answer(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     """The kind of plan, its time, its memory and its certificate."""
     numbers = metrics(plan)
     return [
-        plan_title(plan),
+        headline(plan),
         _time_line(numbers, cluster.caveat),
         *_rate_line(numbers),
         *peak_lines(plan, cluster),
@@ -131,27 +130,6 @@ def _rate_line(numbers: Mapping[str, float]) -> list[str]:
 # --- the parts
 
 
-def plan_title(plan: PlanValues) -> str:
-    """The kind of plan as an expert would call it."""
-    shares = dict(enumerate(plan.estimates.shares))
-    stages = (
-        StageShape(one.replicas, plan.sharding_of(one).mesh, shares.get(one.sharding)) for one in plan.stages
-    )
-    arguments = plan.shardings[0].arguments
-    ring = _ring_size(plan) if plan.attention else 0
-    return headline(
-        PlanShape(tuple(stages), plan.schedule, plan.microbatches, plan.retention, arguments, ring)
-    )
-
-
-def _ring_size(plan: PlanValues) -> int:
-    """The number of devices among which keys and values travel; 1 where nothing travels."""
-    sent = [one for one in plan.estimates.collectives if one.kind == "collective-permute"]
-    largest = max(sent, key=lambda one: one.bytes, default=None)
-    mesh = plan.shardings[0].mesh
-    return prod(mesh[axis] for axis in largest.axes) if largest else 1
-
-
 def _head(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     where = [("step", plan.step), ("cluster", f"{cluster.name}: {cluster}")]
     return _labelled([*where, *(_pipeline(plan) if plan.is_pipeline else _mesh(plan, cluster))])
@@ -161,7 +139,8 @@ def _mesh(plan: PlanValues, cluster: AnyCluster) -> list[tuple[str, str]]:
     """The mesh of one program."""
     mesh, (group,) = plan.decisions.mesh, cluster.groups
     model = MeshModel(group, tuple(mesh.values()))
-    axes = [f"{name} {_place(model, i)}" for i, (name, size) in enumerate(mesh.items()) if size > 1]
+    links = {name: axis_link(model, i) for i, (name, size) in enumerate(mesh.items()) if size > 1}
+    axes = [f"{name} {place} ({rate})" for name, (place, rate) in links.items()]
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.items())
     return [("mesh", sizes + (f": {', '.join(axes)}" if axes else ""))]
 
@@ -176,18 +155,6 @@ def _pipeline(plan: PlanValues) -> list[tuple[str, str]]:
         ("pipeline", f"{stages} on {workers}, schedule {plan.schedule}"),
         ("batch", f"{parts} on each replica of a stage" if plan.executor == SPMD else batch),
     ]
-
-
-def whole_mesh(plan: PlanValues) -> dict[str, int]:
-    """The mesh of a plan's program; of a pipeline whose stages have programs of their own, that of its first ones."""
-    if not plan.is_pipeline:
-        return dict(plan.decisions.mesh)
-    return {"stage": plan.workers, **plan.mesh_of(plan.stages[0])}
-
-
-def stage_meshes(plan: PlanValues) -> list[dict[str, int]]:
-    """The mesh of each stage."""
-    return [*map(plan.mesh_of, plan.stages)] if plan.is_pipeline else [whole_mesh(plan)]
 
 
 def _stages(plan: PlanValues) -> list[str]:
@@ -218,12 +185,16 @@ def _stage(taken: StageEstimates, first_op: str, mesh: Mapping[str, int], group:
     return (
         first_op,
         format_mesh(tuple(mesh.values())),
-        format_seconds(taken.forward_s),
-        format_seconds(taken.backward_s + taken.weight_gradient_s),
-        format_seconds(taken.update_s),
-        format_bytes(taken.peak_bytes),
+        *stage_predictions(taken),
         group,
     )
+
+
+def stage_predictions(taken: StageEstimates) -> tuple[str, str, str, str]:
+    """A stage's seconds forward, backward and of the update, and its peak."""
+    seconds = (taken.forward_s, taken.backward_s + taken.weight_gradient_s, taken.update_s)
+    forward, backward, update = map(format_seconds, seconds)
+    return forward, backward, update, format_bytes(taken.peak_bytes)
 
 
 def _origin(plan: PlanValues, cluster: AnyCluster) -> list[str]:
@@ -251,17 +222,19 @@ def _compiler_options(cluster: Cluster, besides: Mapping[str, str]) -> str:
 def _edits(plan: PlanValues) -> list[str]:
     """The decisions that were edited by hand. The estimates in the file are those of other decisions."""
     names = [name or table for table, name in edited(plan)]
-    shown = ", ".join(names[:NAMES_IN_A_LINE]) + ", ..." * (len(names) > NAMES_IN_A_LINE)
     deleted = num_deleted(plan)
     edits = (
-        f"{plural(len(names), 'decision')} edited by hand: {shown}" if names else "decisions deleted by hand"
+        f"{plural(len(names), 'decision')} edited by hand: {few(names)}"
+        if names
+        else "decisions deleted by hand"
     )
     return [edits if names or deleted else EDITED, UNPRICED]
 
 
-def _place(model: MeshModel, axis: int) -> str:
+def axis_link(model: MeshModel, axis: int) -> tuple[str, str]:
+    """The place of a mesh axis on the cluster, and the rate of its links."""
     place = "across nodes" if model.group((axis,)).crosses_nodes else "inside a node"
-    return f"{place} ({format_rate(model.axis_link(axis)[0])})"
+    return place, format_rate(model.axis_link(axis)[0])
 
 
 def _ops(ops: Mapping[str, str], shares: WorkShares | None) -> list[str]:

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.schedule import Schedule, Task
-from autoshard.search.plan.text_table import NAMES_IN_A_LINE
+from autoshard.search.plan.text_table import few
 
 
 def task_order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
@@ -45,8 +45,7 @@ def task_order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
 def _refuse(schedule: Schedule, waiting: dict[Task, list[int]], at: list[Task | None]) -> None:
     """Raises the error that names the waiting workers and the tasks that they wait for."""
     waits = [f"worker {w} at {at[w]} for {task}" for task, workers in waiting.items() for w in workers]
-    more = f", and {len(waits) - NAMES_IN_A_LINE} more" if len(waits) > NAMES_IN_A_LINE else ""
     raise PlanError(
         f"schedule {schedule.name} cannot be run: these tasks wait for others that never run: "
-        f"{', '.join(waits[:NAMES_IN_A_LINE])}{more}. Put each task behind those that it reads"
+        f"{few(waits)}. Put each task behind those that it reads"
     )

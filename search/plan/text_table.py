@@ -88,12 +88,18 @@ def more_of(count: int, what: str, indent: int = 2) -> list[str]:
     return [f"{' ' * indent}... and {count} more {what}{'' if count == 1 else 's'}"] if count else []
 
 
+def few(names: Sequence[str]) -> str:
+    """Names in a line: the first few, and the number of others."""
+    shown, left = ", ".join(names[:NAMES_IN_A_LINE]), len(names) - NAMES_IN_A_LINE
+    return f"{shown} and {left} more" if left > 0 else shown
+
+
 def plural(count: int, what: str, ending: str = "s") -> str:
     """A count with its noun: `1 array`, `2 arrays`; `2 microbatches` with "es"."""
     return f"{count} {what}{'' if count == 1 else ending}"
 
 
-def percent(part: float, whole: float) -> str:
+def percent(part: float, whole: float = 1.0) -> str:
     """A share as a whole percentage: `45%`, `<1%` of a small one, `-` of nothing."""
     if whole <= 0:
         return "-"

@@ -18,8 +18,9 @@ from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.profile import Profile
 from autoshard.search.plan.work_shares import WorkShares
 
-REPLICA = "replica"
-"""The first axis of the mesh of a pipeline's stage."""
+STAGE, REPLICA = "stage", "replica"
+"""Mesh axes of a pipeline: of its stages, where one program runs all, and of the replicas of a stage, which take different
+examples."""
 
 
 @dataclass(frozen=True, slots=True)

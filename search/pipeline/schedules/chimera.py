@@ -21,12 +21,7 @@ from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 
 def chimera(num_workers: int, num_microbatches: int) -> Schedule:
-    """Chimera with two pipelines, a stage of each per worker.
-
-    Raises:
-      InputError: an odd number of stages or of microbatches.
-    """
-    check_chimera(num_workers, num_microbatches)
+    """Chimera with two pipelines, a stage of each per worker."""
     workers: list[list[tuple[int, Task]]] = [[] for _ in range(num_workers)]
     for worker, slot, task in _placed(num_workers, num_microbatches):
         workers[worker].append((slot, task))
@@ -35,10 +30,10 @@ def chimera(num_workers: int, num_microbatches: int) -> Schedule:
 
 
 def check_chimera(num_workers: int, num_microbatches: int) -> None:
-    """That there is such a schedule for so many.
+    """Refuses numbers for which there is no such schedule.
 
     Raises:
-      InputError: as of `chimera`.
+      InputError: an odd number of stages or of microbatches.
     """
     for what, count in (("stages", num_workers), ("microbatches", num_microbatches)):
         if count % 2:

@@ -15,12 +15,7 @@ from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 
 def circular(num_workers: int, num_microbatches: int, stages_per_worker: int) -> Schedule:
-    """The circular schedule.
-
-    Raises:
-      InputError: there are fewer microbatches than workers, which would wait for one another.
-    """
-    check_circular(num_workers, num_microbatches)
+    """The circular schedule."""
 
     def tasks(worker: int) -> tuple[Task, ...]:
         stages = range(worker, num_workers * stages_per_worker, num_workers)
@@ -34,10 +29,10 @@ def circular(num_workers: int, num_microbatches: int, stages_per_worker: int) ->
 
 
 def check_circular(num_workers: int, num_microbatches: int) -> None:
-    """That there is a circular schedule for so many.
+    """Refuses numbers for which there is no circular schedule.
 
     Raises:
-      InputError: as of `circular`.
+      InputError: there are fewer microbatches than workers, which would wait for one another.
     """
     if num_microbatches < num_workers:
         raise InputError(

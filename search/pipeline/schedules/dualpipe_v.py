@@ -23,21 +23,16 @@ _NUM_CHUNKS = 2
 
 
 def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
-    """DualPipe-V, two stages per worker.
-
-    Raises:
-      InputError: too few microbatches to get from the first phases to the last.
-    """
-    check_dualpipe_v(num_workers, num_microbatches)
+    """DualPipe-V, two stages per worker."""
     workers = tuple(tuple(_tasks(w, num_workers, num_microbatches)) for w in range(num_workers))
     return Schedule("dualpipe-v", 2 * num_workers, num_microbatches, workers, True)
 
 
 def check_dualpipe_v(num_workers: int, num_microbatches: int) -> None:
-    """That there is such a schedule for so many.
+    """Refuses numbers for which there is no such schedule.
 
     Raises:
-      InputError: as of `dualpipe_v`.
+      InputError: too few microbatches to get from the first phases to the last.
     """
     if num_microbatches < 2 * num_workers:
         raise InputError(

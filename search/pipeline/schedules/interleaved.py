@@ -21,12 +21,7 @@ from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 
 def interleaved_one_f_one_b(num_workers: int, num_microbatches: int, stages_per_worker: int) -> Schedule:
-    """Interleaved 1F1B.
-
-    Raises:
-      InputError: the microbatches are no whole number of groups.
-    """
-    check_interleaved(num_workers, num_microbatches)
+    """Interleaved 1F1B."""
     workers = tuple(
         tuple(_tasks(worker, num_workers, num_microbatches, stages_per_worker))
         for worker in range(num_workers)
@@ -36,10 +31,10 @@ def interleaved_one_f_one_b(num_workers: int, num_microbatches: int, stages_per_
 
 
 def check_interleaved(num_workers: int, num_microbatches: int) -> None:
-    """That there is an interleaved schedule for so many.
+    """Refuses numbers for which there is no interleaved schedule.
 
     Raises:
-      InputError: as of `interleaved_one_f_one_b`.
+      InputError: the microbatches are no whole number of groups.
     """
     if num_microbatches % num_workers:
         raise InputError(

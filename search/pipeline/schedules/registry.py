@@ -16,13 +16,17 @@ from autoshard.search.pipeline.schedules.zb_v import zb_v
 from autoshard.search.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 from autoshard.search.plan.schedule import Schedule
 
+VIRTUAL_STAGES = 2
+"""Stages of a worker in a family that leaves their number open, if nobody chooses it. Source: the families' definitions;
+with one, interleaved 1F1B is 1F1B, and a circular pipeline is GPipe."""
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """Schedules of one kind, for any number of workers and microbatches.
 
     Attributes:
-      build: makes a schedule from the numbers of workers and microbatches.
+      build: makes a schedule from numbers of workers and microbatches that `check` accepts.
       stages_per_worker: number of stages of each worker; None if the caller chooses it, at least two.
       check: raises an InputError if there is no schedule for some numbers of workers and microbatches; None if there
         always is.
@@ -40,6 +44,16 @@ class Family:
     def shares_workers(self) -> bool:
         """Whether a worker holds several stages."""
         return self.stages_per_worker != 1 or self.is_mirrored
+
+    @property
+    def copies(self) -> int:
+        """Number of workers that hold each stage, and share its microbatches."""
+        return 2 if self.is_mirrored and self.stages_per_worker == 1 else 1
+
+    @property
+    def stages_each(self) -> int:
+        """Number of stages of each worker, if nobody chooses it."""
+        return self.stages_per_worker or VIRTUAL_STAGES
 
     def suits(self, num_workers: int, num_microbatches: int) -> bool:
         """Whether there is a schedule for these numbers."""
@@ -71,6 +85,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "chimera": Family(chimera, 1, check_chimera, is_mirrored=True),
     }
 )
+
+APART = tuple(name for name, family in FAMILIES.items() if not family.shares_workers)
+"""The families with one stage on each worker. One cut suits all of them."""
+
+
+def num_workers(schedule: str, num_stages: int) -> int:
+    """Number of groups of devices. Invalid numbers are the schedule's to refuse."""
+    family = FAMILIES.get(schedule)
+    return max(num_stages // (1 if family is None else family.stages_each), 1)
 
 
 def check_name(name: str) -> None:

@@ -66,7 +66,6 @@ def drawn(seed: int) -> InterOpProblem:
         num_microbatches,
         one_f_one_b if rng.random() < 0.7 else (num_microbatches,),
         rng.uniform(0, 0.3, (2, num_layers + 1)) * (rng.random() < 0.7),
-        float(rng.choice([1.0, 0.5, 1 / 3])),
         int(rng.integers(1, 4)) if rng.random() < 0.2 else None,
     )
     return linked(problem, rng) if rng.random() < 0.3 else problem
@@ -129,9 +128,8 @@ def step_s(problem: InterOpProblem, chosen: Chosen) -> float:
     updates_s = [option.update_s[first:end].sum() for option, first, end, _ in chosen]
     links = problem.links or [int(device in starts) for device in range(problem.num_devices)]
     transfers_s = [problem.transfer_s[links[device], first] for _, first, _, device in chosen[1:]]
-    full = problem.num_microbatches - problem.fill_share
-    slowest_s = max(full * t + u for t, u in zip(times_s, updates_s, strict=True))
-    return float(problem.fill_share * (sum(times_s) + sum(transfers_s)) + slowest_s)
+    slowest_s = max((problem.num_microbatches - 1) * t + u for t, u in zip(times_s, updates_s, strict=True))
+    return float(sum(times_s) + sum(transfers_s) + slowest_s)
 
 
 def fastest_s(problem: InterOpProblem) -> float:

@@ -15,7 +15,7 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.pipeline.bounds import PipelineBounds, Pipelines, dispatch_s, least_makespan_s
 from autoshard.search.pipeline.parts import Parts
-from autoshard.search.pipeline.proposals import Placed, Proposal
+from autoshard.search.pipeline.proposals import Placed, Proposal, Stages
 from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule
 from autoshard.search.pipeline.simulator import StageCost, simulate
 from autoshard.search.pipeline.step_work import StepWork
@@ -114,7 +114,7 @@ def equal_stages(parts: Parts, one: Pipelines) -> Proposal:
     ends = np.linspace(0, parts.layers.num_layers, stages + 1).round().astype(int).tolist()
     placed = [Placed(*cut, worker_of[n] * size, one.shape) for n, cut in enumerate(pairwise(ends))]
     schedule = build_schedule(one.schedule, stages, one.num_microbatches, workers)
-    return Proposal.of([parts] * stages, CLUSTER, one.num_replicas, placed, schedule)
+    return Stages([parts] * stages, CLUSTER, one.num_replicas, placed, family.copies).proposal(schedule)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -138,13 +138,14 @@ def test_no_cut_takes_less_than_the_work_of_a_step_shared_evenly():
     parts, bounds = parts_of("bfloat16", one.count), bounds_of("bfloat16")
     schedule = build_schedule(one.schedule, 2, one.num_microbatches, 2)
     took_s = [
-        Proposal.of(
+        Stages(
             [parts] * 2,
             CLUSTER,
             1,
             [Placed(0, cut, 0, one.shape), Placed(cut, parts.layers.num_layers, 4, one.shape)],
-            schedule,
-        ).step_s
+        )
+        .proposal(schedule)
+        .step_s
         for cut in range(1, parts.layers.num_layers)
     ]
     work_s = bounds.work_s(one.count, 4)

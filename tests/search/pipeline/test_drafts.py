@@ -16,7 +16,7 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.mixed_cluster import MixedCluster
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
-from autoshard.search.pipeline.drafts import Drafting, DraftOptions
+from autoshard.search.pipeline.drafts import Drafting
 from autoshard.search.pipeline.layers import MAX_LAYERS
 from autoshard.search.pipeline.parts import Parts
 from autoshard.search.pipeline.pipeline_options import PipelineOptions
@@ -82,7 +82,7 @@ def may_recompute() -> tuple[Parts, Parts]:
 
 def drafting(num_replicas: int, among: tuple[Parts, ...] = (), **wanted) -> Drafting:
     """Of the step in eight parts."""
-    options = DraftOptions(**{"memory_bytes": 80 << 30, **wanted})
+    options = PipelineOptions(**{"memory_bytes": 80 << 30, **wanted})
     return Drafting(among or (plain(8),), num_replicas, SHAPES, options, CLUSTER)
 
 
@@ -136,7 +136,7 @@ def test_nothing_that_is_passed_over_is_faster(microbatches):
     for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
         if 16 % (microbatches * num_replicas) == 0:
             draft = Drafting(
-                (plain(microbatches * num_replicas),), num_replicas, shapes, options.draft_options, CLUSTER
+                (plain(microbatches * num_replicas),), num_replicas, shapes, options, CLUSTER
             ).draft()
             proposal = None if draft is None else draft.proposal()
             least_s = min(least_s, proposal.step_s) if isinstance(proposal, Proposal) else least_s
@@ -159,7 +159,7 @@ def test_groups_of_nodes_stand_in_the_order_that_is_best(cap_bytes):
     for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
         parts = PREPARED_MIXED.parts[4 * num_replicas]
         for order, one in product(MIXED.orders, (parts, parts.with_split_parameters)):
-            draft = Drafting((one,), num_replicas, shapes, options.draft_options, order).draft()
+            draft = Drafting((one,), num_replicas, shapes, options, order).draft()
             proposal = None if draft is None else draft.proposal()
             if isinstance(proposal, Proposal):
                 assert proposal.cluster == order
@@ -175,7 +175,7 @@ def test_a_stage_takes_what_its_own_kind_of_device_takes():
     parts = Parts.of(traced(), [""] * len(traced().arguments), MIXED.groups[0], 8)
     of_h100, of_a100 = (parts.on(group).costs((1,), 4) for group in MIXED.groups)
     assert (of_a100.forward_s > 1.2 * of_h100.forward_s).all()
-    draft = Drafting((parts,), 4, ((1,),), DraftOptions(80 << 30, stages=2), MIXED).draft()
+    draft = Drafting((parts,), 4, ((1,),), PipelineOptions(80 << 30, stages=2), MIXED).draft()
     assert draft is not None
     first, second = draft.cut.stages
     assert first.time_s == pytest.approx(

@@ -157,6 +157,14 @@ def test_collectives_of_stages_are_the_mean_of_all_devices():
     assert all(f"{axis}={sizes[axis]}" in name for name in found for axis in ["replica"] if axis in name)
 
 
+def test_a_device_has_the_collectives_of_all_stages_of_its_worker():
+    """Under an interleaved schedule, each device of one worker runs both stages of two workers."""
+    apart = Plan.load(FOLDER / "mpmd.json")
+    together = replace(apart, workers=1)
+    moved = [sum(amount.this for amount in p.compare(p).num_bytes) for p in (apart, together)]
+    assert moved[1] == pytest.approx(2 * moved[0])
+
+
 def test_lines_of_decisions_have_a_sign():
     more = make_plan({"w": SPLIT, "x": "P()", "y": "P()"})
     lines = str(more.compare(make_plan({"w": "P()", "x": "P()", "z": "P()"}))).splitlines()

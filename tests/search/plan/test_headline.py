@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search.plan.headline import PlanShape, StageShape, headline, mfu
+from autoshard.search.plan.headline import headline, mfu
+from autoshard.search.plan.values import Estimates, PlanValues, Sharding, Stage
 from autoshard.search.plan.work_shares import AxisUse, WorkShares
 from tests.cost_model.test_hardware import toy_device
 
@@ -13,6 +14,26 @@ DATA = AxisUse("data", 8, examples=1.0)
 OPTIMIZER_SPLIT = replace(DATA, optimizer_state=0.99)
 ONCE_GATHERED = replace(OPTIMIZER_SPLIT, parameters=0.99, gathered=0.99, reductions_scattered=1.0)
 TENSOR = AxisUse("model", 4, weights=0.97, parameters=0.99, optimizer_state=0.99)
+
+
+def plan(*stages, arguments=None, retention=None, microbatches=1, schedule=""):
+    """A plan whose stages have so many replicas, of such a mesh, with such shares; None of a file without shares."""
+    shares = [one for _, _, one in stages if one is not None]
+    return PlanValues(
+        step="step",
+        fingerprint="",
+        jax="",
+        cluster={},
+        memory_bytes=1,
+        executor="",
+        schedule=schedule,
+        microbatches=microbatches,
+        stages=tuple(Stage(0, replicas, n) for n, (replicas, _, _) in enumerate(stages)),
+        retention=retention or {},
+        shardings=tuple(Sharding(mesh, arguments or {}, {}, {}) for _, mesh, _ in stages),
+        estimates=Estimates(step_s=1.0, peak_bytes=1, shares=tuple(shares)),
+    )
+
 
 WORDS = [
     ([DATA], "data parallel over 8"),
@@ -44,41 +65,39 @@ WORDS = [
 
 @pytest.mark.parametrize(("axes", "words"), WORDS, ids=[words for _, words in WORDS])
 def test_one_program_by_the_words_for_its_axes(axes, words):
-    assert headline(PlanShape((StageShape(1, {}, WorkShares(tuple(axes))),))) == words
+    assert headline(plan((1, {}, WorkShares(tuple(axes))))) == words
 
 
 def test_tables_whose_rows_are_read_for_their_update():
     shares = WorkShares((DATA,), runs={"forward gather": 1, "update gather #2": 1})
-    assert headline(PlanShape((StageShape(1, {}, shares),))) == "data parallel over 8, tables updated by rows"
+    assert headline(plan((1, {}, shares))) == "data parallel over 8, tables updated by rows"
 
 
 def test_a_pipeline_by_its_stages_schedule_microbatches_and_replicas():
-    stage = StageShape(8, {"data": 1}, WorkShares())
-    shape = PlanShape((stage,) * 4, "1f1b", 16)
-    assert headline(shape) == "4 stages x 1F1B, 16 microbatches, data parallel over 8"
+    stages = [(8, {"data": 1}, WorkShares())] * 4
+    found = headline(plan(*stages, schedule="1f1b", microbatches=16))
+    assert found == "4 stages x 1F1B, 16 microbatches, data parallel over 8"
 
 
 def test_replicas_and_examples_split_inside_a_replica_are_one_kind():
-    stage = StageShape(2, {"data": 8}, WorkShares((DATA,)))
+    stages = [(2, {"data": 8}, WorkShares((DATA,)))] * 2
     assert (
-        headline(PlanShape((stage,) * 2, "zb-h1", 4))
+        headline(plan(*stages, schedule="zb-h1", microbatches=4))
         == "2 stages x ZB-H1, 4 microbatches, data parallel over 16"
     )
 
 
 def test_stages_that_share_their_work_differently_are_told_apart():
-    one, other = StageShape(1, {}, WorkShares((DATA,))), StageShape(2, {}, WorkShares((TENSOR,)))
-    assert headline(PlanShape((one, one, other), "gpipe", 4)) == (
+    one, other = (1, {}, WorkShares((DATA,))), (2, {}, WorkShares((TENSOR,)))
+    assert headline(plan(one, one, other, schedule="gpipe", microbatches=4)) == (
         "3 stages x GPipe, 4 microbatches, "
         "stages 0-1: data parallel over 8; stage 2: data parallel over 2 x tensor parallel over 4"
     )
 
 
 def test_a_plan_of_an_earlier_version_is_named_by_its_mesh():
-    assert (
-        headline(PlanShape((StageShape(1, {"data": 2, "model": 4}, None),))) == "split over data=2 x model=4"
-    )
-    assert headline(PlanShape((StageShape(1, {"data": 1}, None),))) == "one device"
+    assert headline(plan((1, {"data": 2, "model": 4}, None))) == "split over data=2 x model=4"
+    assert headline(plan((1, {"data": 1}, None))) == "one device"
 
 
 @pytest.mark.parametrize(
@@ -92,13 +111,13 @@ def test_a_plan_of_an_earlier_version_is_named_by_its_mesh():
     ],
 )
 def test_what_saves_memory_is_said(retention, recomputed, words):
-    stage = StageShape(1, {}, WorkShares((DATA,), recomputed=recomputed))
-    assert headline(PlanShape((stage,), retention=retention)) == f"data parallel over 8, {words}"
+    stage = (1, {}, WorkShares((DATA,), recomputed=recomputed))
+    assert headline(plan(stage, retention=retention)) == f"data parallel over 8, {words}"
 
 
 def test_microbatches_and_state_on_the_host_are_said():
-    shape = PlanShape((StageShape(1, {}, WorkShares((DATA,))),), "", 4, {}, {"opt.mu": "P('data') on host"})
-    assert headline(shape) == "data parallel over 8, 4 microbatches, state on the host"
+    found = plan((1, {}, WorkShares((DATA,))), microbatches=4, arguments={"opt.mu": "P('data') on host"})
+    assert headline(found) == "data parallel over 8, 4 microbatches, state on the host"
 
 
 def test_mfu_is_model_flops_over_the_time_at_peak_speed():
