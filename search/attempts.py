@@ -6,6 +6,7 @@ Each attempt teaches the search how to judge later candidates:
   too, the most promising postponed ones are built after all.
 * If a step that is not memory-bound is slower than its estimate, the error is added to later estimates on that mesh.
 * A candidate that lost on one mesh is not tried on another mesh.
+* A candidate whose strategies missed the cap on a mesh is not built for it again, when nothing else fits.
 """
 
 import math
@@ -22,7 +23,7 @@ from autoshard.search.mesh_problem import UNKNOWN, Known, MeshProblem, StepProbl
 from autoshard.search.recomputation import Candidate
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
-from autoshard.search.trials import Trials, progress_prefix
+from autoshard.search.trials import Rewritten, Trials, progress_prefix
 from autoshard.search.warm_starts import for_rewritten_step
 
 ATTEMPT_SHARE = 0.4
@@ -137,7 +138,9 @@ class Attempts:
         """True if a candidate is worth building, by the results so far."""
         if self.last.is_over and any(candidate.saved_bytes <= one.saved_bytes for one in self.built):
             return False
-        if self._is_postponed(candidate) or (candidate.sites, candidate.offloaded_sites) in self.slower:
+        if self._named(candidate) in self.trials.too_large or self._is_postponed(candidate):
+            return False
+        if (candidate.sites, candidate.offloaded_sites) in self.slower:
             return False
         has_plan, enough_s = self.trials.best is not None, (1 - candidate.margin) * self.trials.cutoff_s
         return not has_plan or self._expected_s(candidate) < enough_s
@@ -185,11 +188,16 @@ class Attempts:
             self.num_failed = 0
             return
         self.num_failed += 1
+        if trials.needed_bytes(step_problem) < math.inf:
+            trials.too_large.add(self._named(candidate))
         if is_memory_bound:
             missed_bytes = MISSED_SHARE * trials.options.memory_bytes
             self.least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
         if trials.cutoff_s <= bound_s < math.inf:
             self.slower.add((candidate.sites, candidate.offloaded_sites))
+
+    def _named(self, candidate: Candidate) -> Rewritten:
+        return self.baseline, candidate.shape, candidate.sites, candidate.offloaded_sites
 
     def _known(self, step_problem: StepProblem, candidate: Candidate, on_mesh: MeshProblem) -> Known:
         """A warm start for a step from the strategies of its estimate, and a bound on its plans on this mesh. There is

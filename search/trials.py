@@ -53,6 +53,9 @@ times as long."""
 Sites = frozenset[Site]
 """Ops of the traced step."""
 
+Rewritten = tuple[StepProblem, tuple[int, ...], Sites, Sites]
+"""A baseline on a mesh, its recomputed ops, and those whose results are offloaded."""
+
 Bounds = Mapping[tuple[int, ...], float]
 """Lower bounds in seconds, by mesh."""
 
@@ -95,6 +98,7 @@ class Trials:
       shapes: the meshes to try.
       gains_s: estimated seconds by which recomputation makes a step faster.
       clock: the clock of all limits.
+      too_large: rewritten steps whose strategies missed the cap.
       tried: the candidates that were tried.
       began_s: the clock's time at the start of the search.
       deadline: the end of the search. Without a plan the search goes on.
@@ -122,6 +126,7 @@ class Trials:
         self._resharders: dict[tuple[int, ...], Resharder] = {}
         self.gains_s = WeakKeyDictionary[StepProblem, float]()
         self._rewritten = WeakValueDictionary[tuple[StepProblem, Sites, Sites], StepProblem]()
+        self.too_large: set[Rewritten] = set()
         self.tried = Tried()
         self._needed_bytes = WeakKeyDictionary[StepProblem, float]()
         self._nearest: dict[tuple[Step, frozenset[int]], Found] = {}
