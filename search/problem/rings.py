@@ -9,7 +9,7 @@ delays the next step by the difference; the last one, and the exchange of pieces
 
     forward     (n - 1) x (keys, values)
     backward    (n - 1) x (keys, values, gradients of both in the dtype of sums)  +  1 x (gradients of both)
-    zigzag      2 x half of every operand and result that has the sequence
+    zigzag      2 x half of every operand and result that has the sequence; 1 x between two devices
 
 The compiler sees that the forward op has dealt out the queries, keys and values that the backward op reads, and that the
 log-sum-exp is collected and dealt out again: the backward op sends none of the four. It converts gradients to their
@@ -189,8 +189,9 @@ class Attention:
                 halves[-3:] = [
                     min(*pair) for pair in zip(halves[-3:], self._operand_halves(arrays), strict=True)
                 ]
-            sent += [(2, num_bytes) for num_bytes in halves]
-            exposed_s += 2 * sum(map(self._send_s, halves))
+            num = self.ring.num_exchanges
+            sent += [(num, num_bytes) for num_bytes in halves]
+            exposed_s += num * sum(map(self._send_s, halves))
         total_s = sum(times * self._send_s(num_bytes) for times, num_bytes in sent)
         return Messages(self.axes, tuple(sent), exposed_s, total_s)
 
