@@ -214,12 +214,11 @@ class Attention:
     @property
     def workspace_bytes(self) -> float:
         """Bytes that a device holds besides operands and results: one block of scores, sums, and what travels."""
-        scores = self.loops.num_scores * (2 * self.sum_itemsize + self.itemsize)
         query, key, value = (self._local_bytes(v, dims) for v, dims in [*self._arrays()][:3])
         grown = self.sum_itemsize / self.itemsize
         added = query * grown if self.op.name == FORWARD else (query + 2 * (key + value)) * grown
         moving = (2 if self.num_devices > 1 else 1) * (key + value)
-        return scores + added + moving
+        return self.loops.held_bytes + added + moving
 
 
 def sum_itemsize(itemsize: int) -> int:
