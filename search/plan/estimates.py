@@ -104,8 +104,7 @@ def _between_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]
         if step.kind != SLICE:
             i, r = paths.maker[v]
             maker = graph.folded.class_of[i], r
-            handling = costed.handling(graph.node_of[maker[0]], maker)
-            yield step.kind, step.axes, count, step.num_bytes, handling.combined_bytes
+            yield step.kind, step.axes, count, step.num_bytes, costed.joined_bytes(maker)
 
 
 def _inside_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:
