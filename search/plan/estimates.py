@@ -111,7 +111,7 @@ def _inside_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:
     """The all-reduces of partial results that their own group reads."""
     for node, group in enumerate(costed.graph.groups):
         for op_class in group.op_classes:
-            count = costed.graph.folded.counts[op_class]
+            count = costed.graph.num_reductions[op_class]
             for axes, at, local_bytes, combined_bytes in costed.reductions(op_class):
                 for strategy, num_bytes in zip(at.tolist(), local_bytes.tolist(), strict=True):
                     if strategy == chosen[node]:

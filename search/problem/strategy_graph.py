@@ -20,7 +20,7 @@ from autoshard.search.ir.factors import Kind, Rule
 from autoshard.search.ir.factors.rule import Dims
 from autoshard.search.ir.graph import Value
 from autoshard.search.problem.flat_program import FlatOp, ReadPhase, read_phase
-from autoshard.search.problem.folding import FoldedProgram
+from autoshard.search.problem.folding import Dependency, FoldedProgram
 from autoshard.search.problem.kernels import Endpoint
 from autoshard.search.problem.op_groups import MIN_DECIDED_BYTES, OpGroup
 
@@ -155,15 +155,34 @@ class StrategyGraph:
                 yield r, tuple(sorted(factors - carried))
 
     @cached_property
+    def num_reductions(self) -> tuple[int, ...]:
+        """By class: how often its group reduces its results in one step. A number that a loop only adds up, as a loss in
+        microbatches, is reduced once behind the loop (XLA, `while_loop_all_reduce_code_motion.cc`)."""
+        found = list(self.folded.counts)
+        for accumulator in (k for k in self._partial_accumulators if not self._value((k, 0)).shape):
+            for term in self._terms_of(accumulator):
+                found[term.producer] = self.folded.counts[accumulator]
+        return tuple(found)
+
+    @property
+    def _partial_accumulators(self) -> list[int]:
+        """The sums of loops that are reduced behind the loop."""
+        classes = range(len(self.folded.members))
+        return [k for k in classes if self.folded.op(k).is_accumulator and self.is_sum(self.node_of[k])]
+
+    def _terms_of(self, accumulator: int) -> list[Dependency]:
+        """The values that a loop's sum adds up, as they come into its group."""
+        node = self.node_of[accumulator]
+        into = (d for c in self.groups[node].op_classes for d in self.folded.dependencies_into[c])
+        return [d for d in into if self.node_of[d.producer] != node]
+
+    @cached_property
     def terms(self) -> dict[Maker, Value]:
         """By class and result of a loop's sum of converted terms: a term before its conversion, if the sum may be
         partial."""
         found = dict[Maker, Value]()
-        classes = range(len(self.folded.members))
-        for k in (k for k in classes if self.folded.op(k).is_accumulator and self.is_sum(self.node_of[k])):
-            node = self.node_of[k]
-            into = (d for c in self.groups[node].op_classes for d in self.folded.dependencies_into[c])
-            source = next(d for d in into if self.node_of[d.producer] != node)
+        for k in self._partial_accumulators:
+            source = self._terms_of(k)[0]
             term = self._value((source.producer, source.result))
             if term.dtype != self._value((k, 0)).dtype:
                 found[k, 0] = term

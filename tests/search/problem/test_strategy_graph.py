@@ -441,6 +441,19 @@ def test_of_sums_of_converted_terms_it_is_known_what_these_were(dtype, terms):
     assert all(name(graph, op_class) == "carry" for op_class, _ in graph.terms)
 
 
+@pytest.mark.parametrize(("initial", "num_reductions"), [(0.0, 1), (1.0, 4)])
+def test_a_number_that_a_loop_only_adds_up_from_zero_is_reduced_once_behind_it(initial, num_reductions):
+    """As a loss in microbatches: XLA, `while_loop_all_reduce_code_motion.cc`."""
+
+    def body(total, part):
+        return total + jnp.sum(jnp.sin(part)), None
+
+    graph = connected(lambda x: lax.scan(body, initial, x)[0], array(4, 16, 8))
+    (summed,) = [k for k in range(len(graph.folded.members)) if name(graph, k) == "reduce_sum"]
+    assert graph.folded.counts[summed] == 4
+    assert graph.num_reductions[summed] == num_reductions
+
+
 def as_half(x):
     return x.astype(jnp.bfloat16)
 
