@@ -5,7 +5,7 @@ from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.report.markup import Html, element, joined
 from autoshard.report.sentences import filling, limit, more_memory, percent
 from autoshard.search.plan.headline import mfu
-from autoshard.search.plan.peak_band import band, is_known, may_exceed
+from autoshard.search.plan.peak_band import band, doubt, is_known
 from autoshard.search.plan.values import PlanValues
 
 
@@ -55,5 +55,5 @@ def _peak_note(plan: PlanValues, cluster: AnyCluster, is_compiled: bool) -> str:
     if not all(is_known(group.platform) for group in cluster.groups):
         return "predicted"
     there = band(predicted)
-    doubt = "; it may not fit" if may_exceed(predicted, plan.memory_bytes) else ""
-    return f"predicted, not compiled: {format_bytes(there.least_bytes)} to {format_bytes(there.most_bytes)}{doubt}"
+    least, most = format_bytes(there.least_bytes), format_bytes(there.most_bytes)
+    return f"predicted, not compiled: {least} to {most}{doubt(predicted, plan.memory_bytes)}"
