@@ -98,6 +98,11 @@ class SearchResult:
         return replace(self, plan=replace(self.plan, gap=gap), bound_s=bound_s)
 
     @property
+    def keeps_to_cap(self) -> bool:
+        """True if the predicted peak does. Where nothing does, the plan keeps to its cap without overlap."""
+        return self.plan.estimates.peak_bytes <= self.plan.memory_bytes
+
+    @property
     def leaves_memory_unused(self) -> bool:
         """True if residuals are offloaded and so much memory is unused that fewer might be enough."""
         room_bytes = self.plan.memory_bytes - self.plan.estimates.peak_bytes
@@ -216,8 +221,8 @@ def find(
     first, refused, rival = None, list[InfeasibleError](), None
     try:
         first = searched(forms[0])
-        rival = _rival(first, step, in_blocks, cluster, options)
-        if not rival.shapes:
+        rival = _rival(first, step, in_blocks, cluster, options) if first.keeps_to_cap else None
+        if rival and not rival.shapes:
             return first
     except InfeasibleError as e:
         refused.append(e)
@@ -289,7 +294,7 @@ def _find_form(
         if e.smallest_bytes > MAX_SHORT_PEAK * options.memory_bytes:
             raise
         refused.append(e)
-    if few and (deadline.is_over or not few.leaves_memory_unused):
+    if few and few.keeps_to_cap and (deadline.is_over or not few.leaves_memory_unused):
         return few
     if short:
         progress("all layers")
@@ -300,7 +305,8 @@ def _find_form(
 def _faster(
     first: SearchResult | None, refused: Sequence[InfeasibleError], search: Callable[[], SearchResult]
 ) -> SearchResult:
-    """The faster plan of a first search, if it found one, and of a second search.
+    """The faster plan of a first search, if it found one, and of a second search. A plan whose predicted peak keeps to the
+    cap is better than one that only does without overlap.
 
     Raises:
       InfeasibleError: neither search found a plan. The error is the one with the smallest peak.
@@ -314,7 +320,8 @@ def _faster(
         if isinstance(e, NotFasterError):
             raise
         raise min((*refused, e), key=lambda one: one.smallest_bytes) from None
-    return min(filter(None, (first, second)), key=lambda one: one.plan.estimates.step_s)
+    both = filter(None, (first, second))
+    return min(both, key=lambda one: (not one.keeps_to_cap, one.plan.estimates.step_s))
 
 
 def _by_few_layers(

@@ -19,7 +19,7 @@ are the exception: to recompute may be faster than to stack residuals, and the b
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -517,11 +517,23 @@ class StepSearch:
         peaks = {one: smallest for one, smallest in found.items() if smallest}
         best = min(peaks, key=lambda one: peaks[one].peak.num_bytes, default=least)
         smallest, nearest = peaks.get(best), self.trials.nearest
+        if found_after_all := self._fitting_after_all(peaks):
+            return found_after_all
         proven_s = self.trials.proven_s(best)
         is_proven = is_first and all(proven_s.get(shape) == math.inf for shape in self.trials.shapes)
         if nearest and (smallest is None or nearest.peak.num_bytes < smallest.peak.num_bytes):
             best, smallest = nearest.step_problem, infeasible.Smallest.of(nearest, smallest)
-        if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
-            explain = partial(infeasible.explain, best, self.cluster, options, smallest, is_proven, deadline)
-            raise explain(forbidden_s=self._forbidden_s(first), also_tried=self.tried)
-        return Found(best, smallest.on_mesh, smallest.labels, options.memory_bytes)
+        explain = partial(infeasible.explain, best, self.cluster, options, smallest, is_proven, deadline)
+        raise explain(forbidden_s=self._forbidden_s(first), also_tried=self.tried)
+
+    def _fitting_after_all(self, peaks: Mapping[StepProblem, infeasible.Smallest]) -> Found | None:
+        """The plan of the smallest peak that keeps to the cap, None if there is none. Plans that keep to it in the
+        compiler's order come first. The others keep to it only if nothing overlaps, and say so."""
+        cap_bytes, nearest = self.options.memory_bytes, self.trials.nearest
+        kept = [
+            Found(one, smallest.on_mesh, smallest.labels, cap_bytes)
+            for one, smallest in peaks.items()
+            if smallest.peak.num_bytes <= cap_bytes
+        ]
+        kept += [nearest] if nearest and nearest.peak.num_bytes <= cap_bytes else []
+        return min(kept, key=lambda one: (not one.fits, one.peak.num_bytes), default=None)

@@ -507,13 +507,16 @@ class _Lowering:
         return made
 
     def reductions(self, op_class: int):
-        """The all-reduces that an op's own group resolves: mesh axes and bytes per device."""
+        """The all-reduces that an op's own group resolves where the op runs: mesh axes and bytes per device. Numbers that
+        are reduced behind their loop are left out."""
         if op_class not in self.reduced:
-            strategy = self.chosen[self.costed.graph.node_of[op_class]]
+            graph = self.costed.graph
+            is_late = graph.num_reductions[op_class] < self.folded.counts[op_class]
+            strategy = self.chosen[graph.node_of[op_class]]
             self.reduced[op_class] = [
                 (axes, float(local[at.tolist().index(strategy)]))
                 for axes, at, local, _ in self.costed.reductions(op_class)
-                if strategy in at
+                if strategy in at and not is_late
             ]
         return self.reduced[op_class]
 

@@ -36,14 +36,20 @@ class ReshardStep:
       axes: the numbers of its mesh axes.
       num_bytes: bytes per device before or after the step, whichever is larger.
       after: the spec that it results in.
-      is_narrowed: whether the value moves in the narrower type that it was, or will be, converted from or to.
+      narrow_dtype: the narrower type in which the value moves, as it was converted from it or will be converted to it;
+        None if it moves in its own.
     """
 
     kind: str
     axes: tuple[int, ...]
     num_bytes: float
     after: Spec
-    is_narrowed: bool = False
+    narrow_dtype: Any = None
+
+    @property
+    def is_narrowed(self) -> bool:
+        """True if the value moves in a narrower type than its own."""
+        return self.narrow_dtype is not None
 
     @property
     def is_constrained(self) -> bool:

@@ -100,15 +100,14 @@ def _between_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]
         if step.kind != SLICE:
             i, r = paths.maker[v]
             maker = graph.folded.class_of[i], r
-            handling = costed.handling(graph.node_of[maker[0]], maker)
-            yield step.kind, step.axes, count, step.num_bytes, handling.combined_bytes
+            yield step.kind, step.axes, count, step.num_bytes, costed.joined_bytes(maker)
 
 
 def _inside_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:
     """The all-reduces of partial results that their own group reads."""
     for node, group in enumerate(costed.graph.groups):
         for op_class in group.op_classes:
-            count = costed.graph.folded.counts[op_class]
+            count = costed.graph.num_reductions[op_class]
             for axes, at, local_bytes, combined_bytes in costed.reductions(op_class):
                 for strategy, num_bytes in zip(at.tolist(), local_bytes.tolist(), strict=True):
                     if strategy == chosen[node]:

@@ -49,6 +49,18 @@ def may_exceed(peak_bytes: float, cap_bytes: float) -> bool:
     return PEAK_BAND[1] * peak_bytes > cap_bytes
 
 
+def doubt(peak_bytes: float, cap_bytes: float) -> str:
+    """The end of a line with a predicted peak: a word of doubt, if the plan may exceed its cap.
+
+    Example:
+      >>> doubt(700, 1000), doubt(990, 1000), doubt(1010, 1000)
+      ('', '; it may not fit', '; by prediction it does not fit')
+    """
+    if peak_bytes > cap_bytes:
+        return "; by prediction it does not fit"
+    return "; it may not fit" if may_exceed(peak_bytes, cap_bytes) else ""
+
+
 def compiled[Planned: Any](plan: Planned, peak_bytes: int | None) -> Planned:
     """A plan of any kind with the peak of its compiled program."""
     return replace(plan, estimates=replace(plan.estimates, compiled_peak_bytes=peak_bytes))

@@ -2,7 +2,7 @@
 
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes
-from autoshard.search.plan.peak_band import band, is_known, may_exceed
+from autoshard.search.plan.peak_band import band, doubt, is_known
 from autoshard.search.plan.text_table import percent
 from autoshard.search.plan.values import Estimates, PlanValues
 
@@ -42,8 +42,8 @@ def _predicted_line(peak_bytes: int, cap_bytes: int, has_band: bool, where: str 
 def error_band(peak_bytes: int, cap_bytes: int) -> str:
     """The compiled peaks that a predicted one may stand for, and a doubt if they cross the cap."""
     there = band(peak_bytes)
-    doubt = "; it may not fit" if may_exceed(peak_bytes, cap_bytes) else ""
-    return f"not compiled: {format_bytes(there.least_bytes)} to {format_bytes(there.most_bytes)}{doubt}"
+    least, most = format_bytes(there.least_bytes), format_bytes(there.most_bytes)
+    return f"not compiled: {least} to {most}{doubt(peak_bytes, cap_bytes)}"
 
 
 def _of_cap(peak_bytes: int, cap_bytes: int) -> str:

@@ -34,9 +34,9 @@ SMALL_IN_SEEN: Mapping[str, int] = MappingProxyType({FORWARD: 2, BACKWARD: 0})
 SMALL_IN_ROW: Mapping[str, int] = MappingProxyType({FORWARD: 8, BACKWARD: 5})
 """Kernels of a block of queries that handle one number a row, or positions."""
 
-GRADIENT_COPIES = 3
+GRADIENT_COPIES = 2
 """Times that a kernel of the backward pass writes what is as large as the scores: probabilities for the values' gradient,
-and the gradient of scores for the queries' and, transposed, for the keys'."""
+and the gradient of scores for the queries' and the keys'."""
 
 SUM_PASSES: Mapping[str, int] = MappingProxyType({FORWARD: 6, BACKWARD: 5})
 """Times that the sums of a block of queries are written or read outside of pairs: the stack's zeros and the block's, the
@@ -116,6 +116,14 @@ class BlockLoops:
     def num_scores(self) -> int:
         """Scores in a pair of blocks."""
         return self.batch * self.group * self.rows * self.columns
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes of scores that are in memory together: in the forward pass, scores and their exponentials; in the backward
+        pass, probabilities and their gradient before and after the kernel between the products. None takes another's
+        place (XLA:GPU, programs of `tests/gpu/test_attention_blocks.py`)."""
+        sums, copies = (1, 1) if self.name == FORWARD else (2, GRADIENT_COPIES)
+        return self.num_scores * (sums * self.sum_itemsize + copies * self.itemsize)
 
     @property
     def _queries(self) -> int:

@@ -115,12 +115,12 @@ class CostedGraph:
     def edges_seconds(self) -> tuple[np.ndarray, ...]:
         """Per edge of the graph: `edge_seconds`."""
         edges = self.graph.edges
-        self.resharder.learn((e.value, self.handling(e.source.node, e.maker)) for e in edges)
+        self.resharder.learn((e.value, self.handling_on(e)) for e in edges)
         return tuple(map(self.edge_seconds, edges))
 
     def edge_seconds(self, edge: ReshardEdge) -> np.ndarray:
         """[strategies of source, strategies of target] seconds in one step."""
-        how = self.handling(edge.source.node, edge.maker)
+        how = self.handling_on(edge)
         is_tied = edge.source.node in self._private or edge.value.is_on_host  # which knows no collectives
         key = (
             "resharded",
@@ -155,20 +155,24 @@ class CostedGraph:
         """Copies with one reader, which take the reader's spec: no row of memory counts a reshard after them."""
         return frozenset(c.node for c in self.graph.copies if len(c.targets) == 1)
 
-    def handling(self, source: int, maker: Maker) -> Handling:
-        """The compiler's handling of the collectives of these values on their way from a node. It sums a scatter's
-        result over several axes in one collective too. It sums a loop's sum in its terms' type, and may move a
-        converted value in the narrower type."""
+    def handling_on(self, edge: ReshardEdge) -> Handling:
+        """The compiler's handling of the collectives of an edge."""
+        return self.handling(edge.source.node, edge.maker, self.graph.is_updating(edge.target.node))
+
+    def handling(self, source: int, maker: Maker, is_updating: bool) -> Handling:
+        """The compiler's handling of the collectives of these values on their way from a node, to the update or to
+        other phases. It sums a scatter's result over several axes in one collective too. It sums a loop's sum in its
+        terms' type, and may move a converted value in the narrower type."""
         is_scattered = self.graph.folded.op(maker[0]).name.startswith("scatter")
-        term, narrowed = self.graph.terms.get(maker), self.graph.narrowed.get(maker)
+        term, narrowed = self.graph.terms.get(maker), self.graph.narrowed.get((maker, is_updating))
         return Handling(
             at_once=self.graph.is_sum(source) or is_scattered,
-            combined_bytes=self._joined_bytes(maker),
+            combined_bytes=self.joined_bytes(maker),
             term_itemsize=term.itemsize if term else 0,
-            narrow_itemsize=narrowed.itemsize if narrowed else 0,
+            narrow_dtype=narrowed.dtype if narrowed else None,
         )
 
-    def _joined_bytes(self, maker: Maker) -> float:
+    def joined_bytes(self, maker: Maker) -> float:
         """The size of the collectives that these values' are joined into; zero where they are not joined."""
         return self._combined_bytes if maker in self.graph.combined else 0.0
 
@@ -197,7 +201,7 @@ class CostedGraph:
                 continue
             if runs_alone(self.graph.folded, op_class):
                 compute += count * self.op_seconds(op_class)
-            inside += count * self.reduction_seconds(op_class)
+            inside += self.graph.num_reductions[op_class] * self.reduction_seconds(op_class)
             if op.name in ATTENTIONS:
                 inside += count * np.array([sent.exposed_s for sent in self.ring_messages(op_class)])
             for strategy, halos in self.exchanges(op_class).items():
@@ -457,7 +461,7 @@ class CostedGraph:
             value = graph.folded.program.values[op.results[r]]
             shares = self.shares(graph.ports[op_class, r, True])
             for axes, at in split_over(factors, self.strategies[graph.node_of[op_class]]):
-                yield axes, at, value.num_bytes * shares[at], self._joined_bytes((op_class, r))
+                yield axes, at, value.num_bytes * shares[at], self.joined_bytes((op_class, r))
 
 
 def product_loops(rule: Rule) -> tuple[set[int], set[int], set[int], set[int]]:

@@ -469,7 +469,8 @@ class _Flattening:
             init = (operands[num_consts + i], count, ("operand", site, num_consts + i))
             again = (outputs[i], trips, ("output", path, i))
             makes = [("input", path, num_consts + i), ("result", site, i)]
-            adding = only_adding(body, readers, num_consts + i, i) if init[0] in self.zeros else None
+            is_sum = self._is_zero(op.inputs[num_consts + i], init[0])
+            adding = only_adding(body, readers, num_consts + i, i) if is_sum else None
             if adding is None:
                 self.ops[slot] = self._carry(op, carry, (init, again), count, site, makes)
             else:

@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations, product
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -58,15 +59,19 @@ class Handling:
       term_itemsize: bytes of an element of the terms of a loop's sum before they were converted; zero if they were not.
         XLA reduces the sum in the terms' type. It makes no reduce-scatter of that, because it converts the sum before
         it takes a part.
-      narrow_itemsize: bytes of an element in a narrower type from which or to which the value is converted; zero if
-        there is none. XLA moves the value in that type, if the chain is one step and sums nothing (ops between several
-        steps hide the conversion).
+      narrow_dtype: a narrower type from which or to which the value is converted; None if there is none. XLA moves the
+        value in that type, if the chain is one step and sums nothing (ops between several steps hide the conversion).
     """
 
     at_once: bool = False
     combined_bytes: float = 0.0
     term_itemsize: int = 0
-    narrow_itemsize: int = 0
+    narrow_dtype: Any = None
+
+    @property
+    def narrow_itemsize(self) -> int:
+        """Bytes of an element in the narrower type; zero if there is none."""
+        return 0 if self.narrow_dtype is None else np.dtype(self.narrow_dtype).itemsize
 
 
 ALONE = Handling()
@@ -193,7 +198,7 @@ class Resharder:
         for move in np.flatnonzero((moves.source == here) & (moves.target == goal) & table.is_narrowed):
             kind, axes = moves.kinds[moves.kind[move]]
             num_bytes = float(table.num_bytes[move]) * how.narrow_itemsize / itemsize
-            return (ReshardStep(kind, axes, num_bytes, target, is_narrowed=True),)
+            return (ReshardStep(kind, axes, num_bytes, target, how.narrow_dtype),)
         steps = []
         while here != goal:
             move = table.first[here, goal]

@@ -1,6 +1,8 @@
 """The specs of values under a full assignment of strategies, and the chains of collectives between them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 from autoshard.search.ir.graph import Value
 from autoshard.search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
@@ -52,13 +54,13 @@ class ReshardPaths:
         rest = self.graph.copy_of.get((self.folded.class_of[i], r, ReadPhase.REST))
         return self.spec(Port(rest.node, ())) if rest else self.made(v)
 
-    def chain(self, v: int, here: Spec, there: Spec) -> ReshardPath:
-        """The steps of a value's reshard from one spec to another."""
+    def chain(self, v: int, here: Spec, there: Spec, is_updating: bool = False) -> ReshardPath:
+        """The steps of a value's reshard from one spec to another, for the update or for other phases."""
         if here == there:
             return ()
         made_at, r = self.maker[v]
         op_class = self.folded.class_of[made_at]
-        how = self.costed.handling(self.graph.node_of[op_class], (op_class, r))
+        how = self.costed.handling(self.graph.node_of[op_class], (op_class, r), is_updating)
         return self.costed.resharder.chain(self.program.values[v], here, there, how)
 
     def to_rest(self, v: int) -> ReshardPath:
@@ -100,8 +102,8 @@ class ReshardPaths:
         source = CopySource.SAME if copy is None else self.copy_source(copy.node)
         held = here if copy is None or source is CopySource.SAME else self.spec(Port(copy.node, ()))
         via = self._read_forward_as(op_class, r, here) if source is CopySource.KEPT else here
-        shared = (*self.chain(v, here, via), *self.chain(v, via, held))
-        last = self.chain(v, held, need)
+        chain = partial(self.chain, is_updating=phase is ReadPhase.UPDATE)
+        shared, last = (*chain(v, here, via), *chain(v, via, held)), chain(v, held, need)
         may_be_kept = copy is not None and bool(copy.kept_from)
         is_fresh = may_be_kept and (bool(last) if not shared else source is CopySource.FRESH)
         return OperandReshard((*shared, *last), phase.value if is_fresh else "")
@@ -137,7 +139,7 @@ class ReshardPaths:
         i, r = self.maker[v]
         own, maker = self.program.values[v], (self.folded.class_of[i], r)
         if step.is_narrowed:
-            return self.graph.narrowed[maker]
+            return replace(own, dtype=step.narrow_dtype)
         return self.graph.terms.get(maker, own) if step.kind in REDUCTIONS else own
 
     def copy_source(self, node: int) -> CopySource:

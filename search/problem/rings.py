@@ -9,7 +9,7 @@ delays the next step by the difference; the last one, and the exchange of pieces
 
     forward     (n - 1) x (keys, values)
     backward    (n - 1) x (keys, values, gradients of both in the dtype of sums)  +  1 x (gradients of both)
-    zigzag      2 x half of every operand and result that has the sequence
+    zigzag      2 x half of every operand and result that has the sequence; 1 x between two devices
 
 The compiler sees that the forward op has dealt out the queries, keys and values that the backward op reads, and that the
 log-sum-exp is collected and dealt out again: the backward op sends none of the four. It converts gradients to their
@@ -189,8 +189,9 @@ class Attention:
                 halves[-3:] = [
                     min(*pair) for pair in zip(halves[-3:], self._operand_halves(arrays), strict=True)
                 ]
-            sent += [(2, num_bytes) for num_bytes in halves]
-            exposed_s += 2 * sum(map(self._send_s, halves))
+            num = self.ring.num_exchanges
+            sent += [(num, num_bytes) for num_bytes in halves]
+            exposed_s += num * sum(map(self._send_s, halves))
         total_s = sum(times * self._send_s(num_bytes) for times, num_bytes in sent)
         return Messages(self.axes, tuple(sent), exposed_s, total_s)
 
@@ -213,12 +214,11 @@ class Attention:
     @property
     def workspace_bytes(self) -> float:
         """Bytes that a device holds besides operands and results: one block of scores, sums, and what travels."""
-        scores = self.loops.num_scores * (2 * self.sum_itemsize + self.itemsize)
         query, key, value = (self._local_bytes(v, dims) for v, dims in [*self._arrays()][:3])
         grown = self.sum_itemsize / self.itemsize
         added = query * grown if self.op.name == FORWARD else (query + 2 * (key + value)) * grown
         moving = (2 if self.num_devices > 1 else 1) * (key + value)
-        return scores + added + moving
+        return self.loops.held_bytes + added + moving
 
 
 def sum_itemsize(itemsize: int) -> int:

@@ -20,7 +20,7 @@ from autoshard.search.ir.factors import Kind, Rule
 from autoshard.search.ir.factors.rule import Dims
 from autoshard.search.ir.graph import Value
 from autoshard.search.problem.flat_program import FlatOp, ReadPhase, read_phase
-from autoshard.search.problem.folding import FoldedProgram
+from autoshard.search.problem.folding import Dependency, FoldedProgram
 from autoshard.search.problem.kernels import Endpoint
 from autoshard.search.problem.op_groups import MIN_DECIDED_BYTES, OpGroup
 
@@ -155,34 +155,68 @@ class StrategyGraph:
                 yield r, tuple(sorted(factors - carried))
 
     @cached_property
+    def num_reductions(self) -> tuple[int, ...]:
+        """By class: how often its group reduces its results in one step. A number that a loop only adds up, as a loss in
+        microbatches, is reduced once behind the loop (XLA, `while_loop_all_reduce_code_motion.cc`)."""
+        found = list(self.folded.counts)
+        for accumulator in (k for k in self._partial_accumulators if not self._value((k, 0)).shape):
+            for term in self._terms_of(accumulator):
+                found[term.producer] = self.folded.counts[accumulator]
+        return tuple(found)
+
+    @property
+    def _partial_accumulators(self) -> list[int]:
+        """The sums of loops that are reduced behind the loop."""
+        classes = range(len(self.folded.members))
+        return [k for k in classes if self.folded.op(k).is_accumulator and self.is_sum(self.node_of[k])]
+
+    def _terms_of(self, accumulator: int) -> list[Dependency]:
+        """The values that a loop's sum adds up, as they come into its group."""
+        node = self.node_of[accumulator]
+        into = (d for c in self.groups[node].op_classes for d in self.folded.dependencies_into[c])
+        return [d for d in into if self.node_of[d.producer] != node]
+
+    @cached_property
     def terms(self) -> dict[Maker, Value]:
         """By class and result of a loop's sum of converted terms: a term before its conversion, if the sum may be
         partial."""
         found = dict[Maker, Value]()
-        classes = range(len(self.folded.members))
-        for k in (k for k in classes if self.folded.op(k).is_accumulator and self.is_sum(self.node_of[k])):
-            node = self.node_of[k]
-            into = (d for c in self.groups[node].op_classes for d in self.folded.dependencies_into[c])
-            source = next(d for d in into if self.node_of[d.producer] != node)
+        for k in self._partial_accumulators:
+            source = self._terms_of(k)[0]
             term = self._value((source.producer, source.result))
             if term.dtype != self._value((k, 0)).dtype:
                 found[k, 0] = term
         return found
 
     @cached_property
-    def narrowed(self) -> dict[Maker, Value]:
-        """By maker of a value that may be moved in a narrower type: the value in that type. Either an op converts it from
-        that type, or all its readers convert it to that type in their groups, and it has no copies. The compiler does this
-        too (XLA, `collective_quantizer.cc`). Where another group converts the value to that type, the type on its way is
-        decided there."""
-        found, copied = dict[Maker, Value](), {copy.maker for copy in self.copies}
+    def narrowed(self) -> dict[tuple[Maker, bool], Value]:
+        """By maker of a value that may be moved in a narrower type, and whether it moves to the update: the value in that
+        type. Either an op converts it from that type; or one op there reads it, which converts it to that type for one
+        reader, and it has no copies.
+
+        The compiler does this too (XLA, `collective_quantizer.cc`): it exchanges a collective and the conversion behind
+        it if each of the two has one reader. A collective has other readers than its operand: a parameter that the
+        forward phase gathers and converts moves in the narrower type, though the update reads it as it rests."""
+        found, copied = dict[tuple[Maker, bool], Value](), {copy.maker for copy in self.copies}
         for maker, readers in self._readers.items():
-            to = None if maker in copied else self._converted_to(readers)
-            others = (self.widened.get(maker), to, self._value(maker))
-            narrowest = min((one for one in others if one), key=lambda one: one.itemsize)
-            if narrowest.itemsize < self._value(maker).itemsize:
-                found[maker] = narrowest
+            updating = {k for k in readers if self._is_updating(k)}
+            for there in filter(None, (updating, readers - updating)):
+                to = None if maker in copied else self._converted_to(maker, there)
+                others = (self.widened.get(maker), to, self._value(maker))
+                narrowest = min((one for one in others if one), key=lambda one: one.itemsize)
+                if narrowest.itemsize < self._value(maker).itemsize:
+                    found[maker, there is updating] = narrowest
         return found
+
+    def is_updating(self, node: int) -> bool:
+        """Whether a node holds values for the update."""
+        copy = self.copy_at(node)
+        if copy is not None:
+            return copy.phase is ReadPhase.UPDATE
+        return self._is_updating(self.groups[node].op_classes[0])
+
+    def _is_updating(self, op_class: int) -> bool:
+        return read_phase(self.folded.op(op_class)) is ReadPhase.UPDATE
 
     @cached_property
     def widened(self) -> dict[Maker, Value]:
@@ -199,18 +233,15 @@ class StrategyGraph:
     def _value(self, maker: Maker) -> Value:
         return self.folded.program.values[self.folded.op(maker[0]).results[maker[1]]]
 
-    def _converted_to(self, readers: set[int]) -> Value | None:
-        """The result of the conversion that all readers of a value are, if they convert it to one type and their own
-        groups read it."""
-        if not all(self.folded.op(k).name == CONVERSION and self._is_read_inside(k) for k in readers):
-            return None
-        made = {value.dtype: value for value in (self._value((k, 0)) for k in readers)}
-        return next(iter(made.values())) if len(made) == 1 else None
-
-    def _is_read_inside(self, op_class: int) -> bool:
-        """Whether its own group reads the result of a class."""
-        readers = self._readers.get((op_class, 0), ())
-        return any(self.node_of[k] == self.node_of[op_class] for k in readers)
+    def _converted_to(self, maker: Maker, readers: set[int]) -> Value | None:
+        """The result of the conversion that is the only one of these classes to read a value, if one op reads the result."""
+        (reader, *others), uses = readers, self.folded.program.uses
+        op, made = self.folded.op(reader), self.folded.op(maker[0]).results[maker[1]]
+        num_reads = [self.folded.class_of[i] for i in uses.get(made, ())].count(reader)
+        is_alone = (
+            not others and num_reads == 1 and op.name == CONVERSION and len(uses.get(op.results[0], ())) == 1
+        )
+        return self._value((reader, 0)) if is_alone else None
 
     @cached_property
     def combined(self) -> frozenset[Maker]:
@@ -232,7 +263,7 @@ class StrategyGraph:
         """The classes of the update, and those that only pass values on to it."""
         folded, readers = self.folded, self._readers
         read_by = {k: readers[k, 0] for k in range(len(folded.members)) if (k, 0) in readers}
-        updates = {k for k in range(len(folded.members)) if read_phase(folded.op(k)) is ReadPhase.UPDATE}
+        updates = {k for k in range(len(folded.members)) if self._is_updating(k)}
         return self._grown(updates, read_by)
 
     def _grown(self, op_classes: set[int], neighbours: dict[int, set[int]]) -> set[int]:

@@ -96,7 +96,7 @@ class Hiding:
             if step.kind != SLICE:
                 made_at, result = paths.maker[v]
                 maker = costed.graph.folded.class_of[made_at], result
-                combined_bytes = costed.handling(costed.graph.node_of[maker[0]], maker).combined_bytes
+                combined_bytes = costed.joined_bytes(maker)
                 mesh = costed.resharder.mesh
                 found[maker] += count * float(
                     mesh.time_s(step.kind, step.axes, step.num_bytes, combined_bytes)
@@ -139,7 +139,7 @@ class Hiding:
     def _gathered_s(self, edge: ReshardEdge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[strategies of target]: seconds to gather a value that is split over all axes to its spec there, until
         nothing is split across nodes, and until nothing is split."""
-        how = self.costed.handling(edge.source.node, edge.maker)
+        how = self.costed.handling_on(edge)
         (_, target), value = self.costed.kinds(edge), edge.value
         key = ("gathered", target, value.shape, value.itemsize, how.combined_bytes, edge.count)
         return self.costed.resharder.once(key, lambda: self._gathering_s(edge, how))

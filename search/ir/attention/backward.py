@@ -31,7 +31,8 @@ from autoshard.search.ir.attention.scores import Scores
 
 
 def _gradients(block: Block, own: Sequence[Any], k: Any, v: Any, into: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """The gradients of a block's queries, keys and values, added to what there is."""
+    """The gradients of a block's queries, keys and values, added to those of other blocks. Groups and rows are summed over
+    as one dimension: for two, the compiler writes out transposed scores."""
     (q, seen, statistic, correction), (dq, dk, dv), dtype = own, into, statistic_dtype(own)
     z, pulled = jax.vjp(block.values, scored(q, k, dtype))
     p = jnp.exp(z.astype(dtype) - statistic[..., None])
@@ -40,9 +41,17 @@ def _gradients(block: Block, own: Sequence[Any], k: Any, v: Any, into: Sequence[
     ds = ds.astype(q.dtype)
     return (
         dq + jnp.einsum("bgij,bjd->bgid", ds, k, preferred_element_type=dtype),
-        dk + jnp.einsum("bgij,bgid->bjd", ds, q, preferred_element_type=dtype),
-        dv + jnp.einsum("bgij,bgie->bje", p.astype(seen.dtype), seen, preferred_element_type=dtype),
+        dk + jnp.einsum("bnj,bnd->bjd", _as_rows(ds), _as_rows(q), preferred_element_type=dtype),
+        dv
+        + jnp.einsum(
+            "bnj,bne->bje", _as_rows(p.astype(seen.dtype)), _as_rows(seen), preferred_element_type=dtype
+        ),
     )
+
+
+def _as_rows(x: Any) -> Any:
+    """An array with the rows of all groups in one dimension."""
+    return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
 def statistic_dtype(own: Sequence[Any]) -> Any:

@@ -61,6 +61,13 @@ class Ring:
         backwards = [[(b, a) for a, b in permutation] for permutation in self._piece_owners()]
         return self._exchanged(x, dim, backwards)
 
+    @property
+    def num_exchanges(self) -> int:
+        """How many of the zigzag's two permutations take pieces to other devices. Of two devices, each keeps its even
+        piece."""
+        owners = self._piece_owners() if self.is_zigzag else []
+        return sum(any(a != b for a, b in permutation) for permutation in owners)
+
     def _piece_owners(self) -> list[list[tuple[int, int]]]:
         """Where the even and the odd pieces of each device go."""
         last = 2 * self.size - 1

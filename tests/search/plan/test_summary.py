@@ -173,6 +173,11 @@ def test_times_and_bytes_add_up():
             18,
             "predicted peak memory: 18 GiB of 20 GiB per device (90%), not compiled: 14.2 GiB to 24.5 GiB; it may not fit",
         ),
+        (
+            22,
+            "predicted peak memory: 22 GiB of 20 GiB per device (110%), not compiled: 17.4 GiB to 29.9 GiB; by "
+            "prediction it does not fit",
+        ),
     ],
 )
 def test_a_predicted_peak_has_its_error_band(peak_gib, said):

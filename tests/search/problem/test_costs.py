@@ -259,7 +259,7 @@ def joined_bytes(num_layers, width):
     found = costed(*deep_mlp(num_layers, width), cluster="8xH100-80GB", mesh=(8,))
     graph = found.graph
     makers = [(k, r) for k, r in graph.combined if graph.folded.op(k).phase is Phase.BACKWARD]
-    (size,) = {found.handling(graph.node_of[k], (k, r)).combined_bytes for k, r in makers}
+    (size,) = {found.joined_bytes((k, r)) for k, r in makers}
     return size
 
 

@@ -285,7 +285,11 @@ def test_a_sum_of_converted_terms_is_reduced_in_their_type_and_never_scattered()
 
 
 def test_what_is_converted_moves_in_the_narrower_type_in_one_step_that_sums_nothing():
-    reshard, value, converted = resharder((2, 4)), Value((4800, 4800), DTYPE), Handling(narrow_itemsize=2)
+    reshard, value, converted = (
+        resharder((2, 4)),
+        Value((4800, 4800), DTYPE),
+        Handling(narrow_dtype=np.dtype("float16")),
+    )
     for source, target, steps in (
         ((0, WHOLE), (1, WHOLE), [("all-to-all", 0.25, True)]),
         ((0, WHOLE), (WHOLE, WHOLE), [("all-gather", 0.5, True)]),
@@ -331,7 +335,7 @@ HANDLINGS = st.builds(
     at_once=st.booleans(),
     combined_bytes=st.sampled_from([0.0, 3e7]),
     term_itemsize=st.sampled_from([0, 1, 2]),
-    narrow_itemsize=st.sampled_from([0, 1, 2]),
+    narrow_dtype=st.sampled_from([None, np.dtype("int8"), np.dtype("float16")]),
 )
 
 
@@ -341,7 +345,7 @@ HANDLINGS = st.builds(
     st.sampled_from(["int8", "bfloat16", "float32", "float64"]),
     HANDLINGS,
 )
-@example((16, 2, 16), (16384, 1000), "float32", Handling(narrow_itemsize=1))
+@example((16, 2, 16), (16384, 1000), "float32", Handling(narrow_dtype=np.dtype("int8")))
 def test_every_chain_ends_and_its_seconds_are_the_tables(mesh, shape, dtype, how):
     reshard, value = resharder(mesh), Value(shape, np.dtype(dtype))
     specs, seconds = reshard.specs(len(shape)), reshard.seconds(value, how)

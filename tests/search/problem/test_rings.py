@@ -48,12 +48,14 @@ def test_keys_and_values_go_round_once_and_their_gradients_come_home(num_devices
     assert sorted(backward.sent) == sorted([(times, part)] * 2 + [(times, 2 * part)] * 2 + [(1, part)] * 2)
 
 
-def test_a_zigzag_also_exchanges_halves():
-    rows, heads = LENGTH // 8, {"q": HEADS, "k": KEY_HEADS}
-    sent = on_ring(ops_of("causal"), FORWARD, 8).messages(1.0).sent
-    halves = [(2, rows // 2 * n * CHANNELS * 2) for n in (heads["q"], heads["k"], heads["k"], heads["q"])]
-    statistic = (2, rows // 2 * HEADS * 4)
-    ring = [(7, rows * KEY_HEADS * CHANNELS * 2)] * 2
+@pytest.mark.parametrize(("num_devices", "times"), [(2, 1), (4, 2), (8, 2)])
+def test_a_zigzag_also_exchanges_halves(num_devices, times):
+    """Of two devices each keeps one: pieces 0 and 1 and 2 and 3 become 0 and 3 and 2 and 1."""
+    rows, heads = LENGTH // num_devices, {"q": HEADS, "k": KEY_HEADS}
+    sent = on_ring(ops_of("causal"), FORWARD, num_devices).messages(1.0).sent
+    halves = [(times, rows // 2 * n * CHANNELS * 2) for n in (heads["q"], heads["k"], heads["k"], heads["q"])]
+    statistic = (times, rows // 2 * HEADS * 4)
+    ring = [(num_devices - 1, rows * KEY_HEADS * CHANNELS * 2)] * 2
     assert sorted(sent) == sorted([*halves, statistic, *ring])
 
 

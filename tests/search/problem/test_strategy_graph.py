@@ -441,6 +441,19 @@ def test_of_sums_of_converted_terms_it_is_known_what_these_were(dtype, terms):
     assert all(name(graph, op_class) == "carry" for op_class, _ in graph.terms)
 
 
+@pytest.mark.parametrize(("initial", "num_reductions"), [(0.0, 1), (1.0, 4)])
+def test_a_number_that_a_loop_only_adds_up_from_zero_is_reduced_once_behind_it(initial, num_reductions):
+    """As a loss in microbatches: XLA, `while_loop_all_reduce_code_motion.cc`."""
+
+    def body(total, part):
+        return total + jnp.sum(jnp.sin(part)), None
+
+    graph = connected(lambda x: lax.scan(body, initial, x)[0], array(4, 16, 8))
+    (summed,) = [k for k in range(len(graph.folded.members)) if name(graph, k) == "reduce_sum"]
+    assert graph.folded.counts[summed] == 4
+    assert graph.num_reductions[summed] == num_reductions
+
+
 def as_half(x):
     return x.astype(jnp.bfloat16)
 
@@ -451,15 +464,27 @@ def as_half(x):
         (lambda x, w: jnp.sin(as_half(x @ w)), {"dot_general"}),
         (lambda x, w: jnp.sin(as_half(x)).astype(jnp.float32) @ w, {"x", "convert_element_type"}),
         (lambda x, w: (lambda y: (jnp.sin(as_half(y)), y))(x @ w), set()),
-        (lambda x, w: as_half(x @ w) @ as_half(w), set()),
+        (lambda x, w: as_half(x @ w) @ as_half(w), {"dot_general"}),
+        (lambda x, w: (lambda y: y @ jnp.sin(y))(as_half(x @ w)), set()),
         (lambda x, w: jnp.sin(x) @ w, set()),
     ],
 )
-def test_of_what_is_converted_beside_other_ops_of_a_group_the_narrower_type_is_known(step, narrowed):
-    """What is read otherwise, too, or is converted by itself, is none."""
+def test_a_value_moves_in_the_narrower_type_if_it_and_its_conversion_have_one_reader_each(step, narrowed):
     graph = connected(step, array(64, 64), array(64, 64))
-    assert {name(graph, op_class) for op_class, _ in graph.narrowed} == narrowed
+    assert {name(graph, op_class) for (op_class, _), _ in graph.narrowed} == narrowed
     assert {str(value.dtype) for value in graph.narrowed.values()} <= {"bfloat16"}
+
+
+def test_a_parameter_that_the_forward_phase_converts_moves_there_in_the_narrower_type_and_rests_in_its_own():
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum(jnp.sin(as_half(w) + x)))(w)
+
+    graph = connected(step, array(256, 128), array(8, 256, 128, dtype=jnp.bfloat16))
+    assert {
+        (name(graph, op_class), is_updating): str(value.dtype)
+        for ((op_class, _), is_updating), value in graph.narrowed.items()
+        if name(graph, op_class) == "w"
+    } == {("w", False): "bfloat16"}
 
 
 def test_a_number_that_is_converted_moves_nowhere():
@@ -484,7 +509,7 @@ def test_a_weight_that_is_widened_by_itself_moves_in_its_own_type(is_trained):
     graph = connected(step, array(64, 64, dtype=jnp.bfloat16), array(64, 64))
     moved = {
         name(graph, op_class): str(value.dtype)
-        for (op_class, _), value in graph.narrowed.items()
+        for ((op_class, _), _), value in graph.narrowed.items()
         if graph.folded.op(op_class).phase is Phase.FORWARD
     }
     assert moved == {"convert_element_type": "bfloat16"}
