@@ -33,6 +33,7 @@ from autoshard.search.problem.strategies import (
     port_specs,
     shards_over,
     split_over,
+    splits,
 )
 from autoshard.search.problem.strategy_graph import Endpoint, Maker, Port, ReshardEdge, StrategyGraph
 from autoshard.search.solver.pbqp import Edge, Problem
@@ -156,6 +157,17 @@ class CostedGraph:
         return frozenset(c.node for c in self.graph.copies if len(c.targets) == 1)
 
     def handling(self, source: int, maker: Maker) -> Handling:
+        """How the compiler moves these values on their way from a node."""
+        if (source, maker) not in self._handlings:
+            self._handlings[source, maker] = self._handling(source, maker)
+        return self._handlings[source, maker]
+
+    @cached_property
+    def _handlings(self) -> dict[tuple[int, Maker], Handling]:
+        """Memo of `handling`."""
+        return {}
+
+    def _handling(self, source: int, maker: Maker) -> Handling:
         """The compiler's handling of the collectives of these values on their way from a node. It sums a scatter's
         result over several axes in one collective too. It sums a loop's sum in its terms' type, and may move a
         converted value in the narrower type."""
@@ -332,7 +344,11 @@ class CostedGraph:
         own = {f: factor_of[k, f] for k, f in factor_of if k == op_class}
         values = [graph.folded.program.values[v] for v in op.operands]
         shares = [self.shares(graph.ports[op_class, i, False]) for i in range(len(values))]
-        for strategy, row in enumerate(self.strategies[node].assignment):
+        assignment = self.strategies[node].assignment
+        cuts_windows = splits({own[window.factor] for window in op.rule.windows}, assignment).any(axis=1)
+        for strategy, row in zip(
+            np.flatnonzero(cuts_windows).tolist(), assignment[cuts_windows], strict=True
+        ):
             parts = [v.num_bytes * float(s[strategy]) for v, s in zip(values, shares, strict=True)]
             found = tuple(exchanges(op, [v.shape for v in values], parts, own, row, self.resharder.mesh))
             if found:
