@@ -209,7 +209,8 @@ class CostedGraph:
                 continue
             if runs_alone(self.graph.folded, op_class):
                 compute += count * self.op_seconds(op_class)
-            inside += count * self.reduction_seconds(op_class)
+            if op_class in self.graph.summed:
+                inside += count * self.reduction_seconds(op_class)
             if op.name in ATTENTIONS:
                 inside += count * np.array([sent.exposed_s for sent in self.ring_messages(op_class)])
             for strategy, halos in self.exchanges(op_class).items():
