@@ -207,9 +207,9 @@ class PipelineBounds:
         """Lower bound on the bytes of all gradients. A gradient, or a parameter where it is read, may have a narrower
         dtype than the parameter, but none that no op of the step makes."""
         graph = self.step.graph
-        narrow_bytes = min(
-            (v.itemsize for v in _made(graph) if jnp.issubdtype(v.dtype, jnp.inexact)), default=0
-        )
+        dtypes = dict.fromkeys(value.dtype for value in _made(graph))
+        inexact = (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact))
+        narrow_bytes = min((dtype.itemsize for dtype in inexact), default=0)
         values = zip(graph.inputs, self.step.arguments, strict=True)
         learned = [graph.values[v] for v, a in values if a.role is Role.PARAMETER]
         return sum(v.num_bytes * min(1.0, narrow_bytes / v.itemsize) for v in learned)
