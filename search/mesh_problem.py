@@ -576,9 +576,12 @@ class MeshProblem:
 
     def _starts(self, kept: Sequence[np.ndarray], given: Iterable[Labels]) -> Iterator[Labels]:
         """Strategies to start from, in the numbering of the kept ones."""
+        is_any = self._are_all(kept)
         for labels in given:
             self.clock.spend(RULE_S * len(self.problem.edges))
-            if all(label in k for k, label in zip(kept, labels, strict=True)):
+            if is_any:
+                yield labels
+            elif all(label in k for k, label in zip(kept, labels, strict=True)):
                 yield _renumbered(kept, labels)
 
     def _round[MilpResult](
@@ -599,7 +602,7 @@ class MeshProblem:
         )
 
     def _restricted(self, kept: Sequence[np.ndarray]) -> Problem:
-        if all(len(cost) == len(k) for cost, k in zip(self.problem.node_cost_s, kept, strict=True)):
+        if self._are_all(kept):
             return self.problem
         nodes = tuple(cost[k] for cost, k in zip(self.problem.node_cost_s, kept, strict=True))
         edges = tuple(
@@ -607,6 +610,10 @@ class MeshProblem:
             for e in self.problem.edges
         )
         return Problem(nodes, edges)
+
+    def _are_all(self, kept: Sequence[np.ndarray]) -> bool:
+        """True if no strategy is left out."""
+        return all(len(cost) == len(k) for cost, k in zip(self.problem.node_cost_s, kept, strict=True))
 
     def _violated(self, kept: Sequence[np.ndarray], limit_bytes: int):
         def violated(chosen: Sequence[int]) -> tuple[MemoryConstraint, ...]:

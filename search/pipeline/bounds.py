@@ -5,11 +5,12 @@ worker cannot begin before the first microbatch has passed all stages in front o
 tasks; and after the last backward pass of one of its stages, that microbatch's gradient passes all stages in front of that
 one. A step takes at least
 
-    start + all tasks of a worker                                           (1)
-    start + its forward and backward passes + the way back                  (2)
-    one microbatch through all stages and back                              (3)
+    start + all tasks of a worker                                                              (1)
+    start + its forward and backward passes + the way back + a weight gradient of stage 1      (2)
+    one microbatch through all stages and back + a weight gradient of stage 1                  (3)
 
-for each worker; where weight gradients are no tasks of their own they belong to the backward pass, and (1) is part of (2).
+for each worker. The last backward pass of the first stage ends all ways back, and its weight gradient follows. Where weight
+gradients are no tasks of their own they belong to the backward pass, and (1) is part of (2).
 Under GPipe a stage has no task between its last forward and its first backward pass, in which the last microbatch passes
 all stages behind it and comes back: so it also waits for these (4).
 
@@ -71,10 +72,10 @@ def least_makespan_s(name: str, costs: Sequence[StageCost], num_microbatches: in
     passes_s, to_front_s = forward_s + backward_s, np.concatenate([[0.0], np.cumsum(backward_s)[:-1]])
     before_s = np.concatenate([[0.0], np.cumsum(forward_s)[:-1]])
     stages, runs = _stages_of_workers(name, len(costs), num_workers), m / FAMILIES[name].copies
-    ends_s = np.maximum(runs * later_s[stages].sum(axis=1), to_front_s[stages].min(axis=1))
+    ends_s = np.maximum(runs * later_s[stages].sum(axis=1), to_front_s[stages].min(axis=1) + later_s[0])
     busy_s = before_s[stages].min(axis=1) + runs * passes_s[stages].sum(axis=1) + ends_s
     waiting_s = (m - 1) * passes_s.max() if name == "gpipe" else 0.0
-    return max(float(busy_s.max()), float(passes_s.sum() + waiting_s))
+    return max(float(busy_s.max()), float(passes_s.sum() + later_s[0] + waiting_s))
 
 
 @lru_cache
@@ -128,6 +129,9 @@ class PipelineBounds:
     work: StepWork
     _least_s: dict[tuple[Pipelines, int | None], float] = field(
         default_factory=dict[tuple[Pipelines, int | None], float], init=False, repr=False
+    )
+    _sums_s: dict[tuple[int, int], float] = field(
+        default_factory=dict[tuple[int, int], float], init=False, repr=False
     )
 
     def least_s(self, one: Pipelines, num_stages: int | None = None) -> float:
@@ -189,18 +193,21 @@ class PipelineBounds:
         gather the new parameters that are read."""
         if num_copies == 1 or not self._gradient_bytes:
             return 0.0
-        mesh, num_bytes = MeshModel(self.cluster, (num_copies, size)), self._gradient_bytes
-        kinds = ("reduce-scatter", "all-gather")
-        return sum(float(mesh.time_s(kind, (0,), num_bytes, COMBINED_BYTES)) for kind in kinds)
+        if (num_copies, size) not in self._sums_s:
+            mesh, num_bytes = MeshModel(self.cluster, (num_copies, size)), self._gradient_bytes
+            kinds = ("reduce-scatter", "all-gather")
+            each = (float(mesh.time_s(kind, (0,), num_bytes, COMBINED_BYTES)) for kind in kinds)
+            self._sums_s[num_copies, size] = sum(each)
+        return self._sums_s[num_copies, size]
 
     @cached_property
     def _gradient_bytes(self) -> float:
         """Lower bound on the bytes of all gradients. A gradient, or a parameter where it is read, may have a narrower
         dtype than the parameter, but none that no op of the step makes."""
         graph = self.step.graph
-        narrow_bytes = min(
-            (v.itemsize for v in _made(graph) if jnp.issubdtype(v.dtype, jnp.inexact)), default=0
-        )
+        dtypes = dict.fromkeys(value.dtype for value in _made(graph))
+        inexact = (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact))
+        narrow_bytes = min((dtype.itemsize for dtype in inexact), default=0)
         values = zip(graph.inputs, self.step.arguments, strict=True)
         learned = [graph.values[v] for v, a in values if a.role is Role.PARAMETER]
         return sum(v.num_bytes * min(1.0, narrow_bytes / v.itemsize) for v in learned)

@@ -33,6 +33,7 @@ from autoshard.search.mesh_problem import NO_CAP, MeshProblem, StepProblem
 from autoshard.search.plan.plan import Sharding
 from autoshard.search.plan.shardings import step_sharding
 from autoshard.search.problem.flat_program import ENTER, FlatOp, FlatProgram
+from autoshard.search.problem.reshard import Resharder
 from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.strategies import CopySource, port_specs
 from autoshard.search.solver.branch_and_bound import NoFitError
@@ -194,8 +195,7 @@ def _is_sum_of(op: FlatOp, loop: tuple[int, ...]) -> bool:
 
 def solved(
     step_problem: StepProblem,
-    cluster: Cluster,
-    shape: tuple[int, ...],
+    on_mesh: MeshProblem,
     splits_parameters: bool = False,
     pins: Mapping[str, Any] = NO_PINS,
 ) -> IntraOp:
@@ -204,7 +204,6 @@ def solved(
     Raises:
       InputError: a pin is impossible on this mesh, or pins contradict one another.
     """
-    on_mesh = _of_replica(step_problem, cluster, shape)
     try:
         kept = between_programs(on_mesh, on_mesh.pinned(pins), splits_parameters)
         return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
@@ -247,8 +246,11 @@ def _planned_on(step_problem: StepProblem, cluster: Cluster, sharding: Sharding,
     shape = tuple(sharding.mesh.values())
     if tuple(sharding.mesh) != AXIS_NAMES.get(len(shape)):
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(sharding.mesh)}")
-    return _of_replica(step_problem, cluster, shape)
+    return of_replica(step_problem, cluster, shape)
 
 
-def _of_replica(step_problem: StepProblem, cluster: Cluster, shape: tuple[int, ...]) -> MeshProblem:
-    return step_problem.on(replica_cluster(cluster, prod(shape)), shape)
+def of_replica(
+    step_problem: StepProblem, cluster: Cluster, shape: tuple[int, ...], resharder: Resharder | None = None
+) -> MeshProblem:
+    """The problem on a mesh of a replica's devices. A given resharder shares its known costs."""
+    return step_problem.on(replica_cluster(cluster, prod(shape)), shape, resharder)

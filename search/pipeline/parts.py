@@ -16,8 +16,8 @@ from autoshard.search.ir.graph import Site, Step
 from autoshard.search.memory.microbatches import looped
 from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
-from autoshard.search.mesh_problem import StepProblem
-from autoshard.search.pipeline.intra_op import NO_PINS, IntraOp, as_tasks, solved
+from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.pipeline.intra_op import NO_PINS, IntraOp, as_tasks, of_replica, solved
 from autoshard.search.pipeline.layer_costs import LayerCosts, Ledger
 from autoshard.search.pipeline.layer_shares import LayerShares
 from autoshard.search.pipeline.layers import MAX_LAYERS, Layers
@@ -196,10 +196,21 @@ class Parts:
     def solution(self, shape: tuple[int, ...]) -> IntraOp:
         """The strategies of a replica's devices on a mesh."""
         if shape not in self.solutions:
-            self.solutions[shape] = solved(
-                self.step_problem, self.cluster, shape, self.splits_parameters, self.pins
-            )
+            on_mesh = self._on_mesh(shape)
+            self.solutions[shape] = solved(self.step_problem, on_mesh, self.splits_parameters, self.pins)
         return self.solutions[shape]
+
+    def _on_mesh(self, shape: tuple[int, ...]) -> MeshProblem:
+        """The problem on a mesh of a replica's devices. Variants on the same nodes share its costs: those that split
+        parameters all of them, those that recompute the costs of resharding."""
+        given = (self.first, self.without_remat)
+        there = [one for one in given if one and one.cluster == self.cluster and shape in one.solutions]
+        if not there:
+            return of_replica(self.step_problem, self.cluster, shape)
+        on_mesh = there[0].solutions[shape].on_mesh
+        if there[0].step_problem is self.step_problem:
+            return on_mesh
+        return of_replica(self.step_problem, self.cluster, shape, on_mesh.memory.costed.resharder)
 
     def least_s(self, cluster: Cluster) -> float:
         """Seconds of a step on nodes of one kind alone that never wait, on the best of the meshes that were priced there."""

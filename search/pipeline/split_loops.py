@@ -171,8 +171,9 @@ class _Splitting:
     def _sliced(self, stack: int, run: tuple[int, int]) -> Atom:
         is_once = not self.step.is_of_microbatch(stack)
         first_op, first = len(self.body.ops), len(self.body.values)
-        part = self.body.write(partial(_slice, *run), (stack,), None)
+        part = self.body.write(partial(_first, run[1] - run[0]), (stack,), None)
         assert isinstance(part, int)
+        self.body.ops[-1] = _moved(self.body.ops[-1], run[0])
         self.like[part] = stack
         if is_once:
             self.sliced += self.body.ops[first_op:]
@@ -195,8 +196,16 @@ def _of_length(op: Op, length: int) -> dict[str, Any]:
     return {**op.params, "length": length, "unroll": min(int(op.params["unroll"]), length)}
 
 
-def _slice(start: int, stop: int, stack: Any) -> Any:
-    return jax.lax.slice_in_dim(stack, start, stop)
+def _first(length: int, stack: Any) -> Any:
+    return jax.lax.slice_in_dim(stack, 0, length)
+
+
+def _moved(op: Op, start: int) -> Op:
+    """A slice from the beginning of a stack, moved to another place: JAX traces it once for all places."""
+    assert op.name == "slice", op.name
+    (_, *starts), (length, *limits) = op.params["start_indices"], op.params["limit_indices"]
+    places = {"start_indices": (start, *starts), "limit_indices": (start + length, *limits)}
+    return replace(op, params={**op.params, **places})
 
 
 def _concatenated(*parts: Any) -> Any:

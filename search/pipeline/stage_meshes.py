@@ -68,10 +68,11 @@ class StageMeshes:
             num_replicas, *shape = self.options.mesh
             return ((num_replicas, (tuple(shape),)),)
         inside = sorted({n for group in self.cluster.groups for n in divisors(group.devices_per_node)})
+        shapes_of = {n: [*shapes_for(self.options.pins, self.step, n)] for n in inside}
         found: dict[int, list[tuple[int, ...]]] = {}
         for size, n in product(self._sizes, inside):
             if size % n == 0:
-                found.setdefault(size // n, []).extend(shapes_for(self.options.pins, self.step, n))
+                found.setdefault(size // n, []).extend(shapes_of[n])
         return tuple(
             (num_replicas, tuple(shapes))
             for num_replicas, shapes in sorted(found.items())

@@ -51,8 +51,9 @@ def shapes_for(pins: Mapping[str, Any], step: Step, num_devices: int) -> Iterato
 def may_rest(pins: Mapping[str, Any], step: Step, shape: Sequence[int]) -> bool:
     """True if a mesh has the axes of all pins and divides the pinned arguments."""
     names, sizes = AXIS_NAMES[len(shape)], tuple(shape)
-    values = {a.name: x.shape for a, x in zip(step.arguments, step.abstract_inputs(), strict=True)}
+    arguments = zip(step.arguments, step.graph.inputs, strict=True)
+    shapes = {a.name: step.graph.values[v].shape for a, v in arguments}
     return named_axes(pins).keys() <= set(names) and all(
-        len(spec) <= len(values[name]) and divides(from_partition_spec(spec, names), values[name], sizes)
+        len(spec) <= len(shapes[name]) and divides(from_partition_spec(spec, names), shapes[name], sizes)
         for name, spec in pins.items()
     )

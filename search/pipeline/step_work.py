@@ -135,8 +135,8 @@ class StepWork:
     device: Device
     runs: Mapping[StepKernel, float]
     recompute_s: float = 0.0
-    _seconds: dict[tuple[int, int], np.ndarray] = field(
-        default_factory=dict[tuple[int, int], np.ndarray], init=False, repr=False
+    _bounds: dict[tuple[int, int], tuple[PassTimes, float]] = field(
+        default_factory=dict[tuple[int, int], tuple[PassTimes, float]], init=False, repr=False
     )
 
     @classmethod
@@ -160,11 +160,7 @@ class StepWork:
           count: number of parts in which the step goes through its examples.
           size: the devices that share the work on each part.
         """
-        seconds = count * size * self._times * self.seconds(count, size)
-        found = PassTimes(
-            *(float(seconds[self._ends_in == part].sum()) for part in (FORWARD, BACKWARD, LATER))
-        )
-        return found.times(max(1 - self.recompute_s / found.total_s, 0.0) if found.total_s else 1.0)
+        return self._bounds_of(count, size)[0]
 
     @cached_property
     def once_s(self) -> float:
@@ -178,19 +174,30 @@ class StepWork:
 
     def longest_s(self, count: int, size: int = 1) -> float:
         """Seconds of the longest kernel of the forward pass on a part of the data, at least: a stage has all of it."""
-        return float(self.seconds(count, size)[self._part == FORWARD].max(initial=0.0))
+        return self._bounds_of(count, size)[1]
+
+    def _bounds_of(self, count: int, size: int) -> tuple[PassTimes, float]:
+        """`passes` and `longest_s`, which are asked for each schedule."""
+        if (count, size) not in self._bounds:
+            each_s = self.seconds(count, size)
+            seconds = count * size * self._times * each_s
+            found = PassTimes(
+                *(float(seconds[self._ends_in == part].sum()) for part in (FORWARD, BACKWARD, LATER))
+            )
+            share = max(1 - self.recompute_s / found.total_s, 0.0) if found.total_s else 1.0
+            longest_s = float(each_s[self._part == FORWARD].max(initial=0.0))
+            self._bounds[count, size] = found.times(share), longest_s
+        return self._bounds[count, size]
 
     def seconds(self, count: int, size: int = 1) -> np.ndarray:
         """By kernel, seconds of one run on one of so many parts of the examples, on one of the devices that share it, at
         least."""
-        if (count, size) not in self._seconds:
-            moved_bytes = [_moved_bytes(kernel, count, size) for kernel in self.runs]
-            found = np.asarray(kernel_s(self.device, moved_bytes), float)
-            for i, kernel in enumerate(self.runs):
-                if kernel.product:
-                    found[i] = _product_s(self.device, kernel, kernel.product, count, size)
-            self._seconds[count, size] = found
-        return self._seconds[count, size]
+        moved_bytes = [_moved_bytes(kernel, count, size) for kernel in self.runs]
+        found = np.asarray(kernel_s(self.device, moved_bytes), float)
+        for i, kernel in enumerate(self.runs):
+            if kernel.product:
+                found[i] = _product_s(self.device, kernel, kernel.product, count, size)
+        return found
 
     @cached_property
     def _times(self) -> np.ndarray:

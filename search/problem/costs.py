@@ -33,6 +33,7 @@ from autoshard.search.problem.strategies import (
     port_specs,
     shards_over,
     split_over,
+    splits,
 )
 from autoshard.search.problem.strategy_graph import Endpoint, Maker, Port, ReshardEdge, StrategyGraph
 from autoshard.search.solver.pbqp import Edge, Problem
@@ -161,8 +162,20 @@ class CostedGraph:
 
     def handling(self, source: int, maker: Maker, is_updating: bool) -> Handling:
         """The compiler's handling of the collectives of these values on their way from a node, to the update or to
-        other phases. It sums a scatter's result over several axes in one collective too. It sums a loop's sum in its
-        terms' type, and may move a converted value in the narrower type."""
+        other phases."""
+        key = source, maker, is_updating
+        if key not in self._handlings:
+            self._handlings[key] = self._handling(*key)
+        return self._handlings[key]
+
+    @cached_property
+    def _handlings(self) -> dict[tuple[int, Maker, bool], Handling]:
+        """Memo of `handling`."""
+        return {}
+
+    def _handling(self, source: int, maker: Maker, is_updating: bool) -> Handling:
+        """It sums a scatter's result over several axes in one collective too. It sums a loop's sum in its terms' type,
+        and may move a converted value in the narrower type."""
         is_scattered = self.graph.folded.op(maker[0]).name.startswith("scatter")
         term, narrowed = self.graph.terms.get(maker), self.graph.narrowed.get((maker, is_updating))
         return Handling(
@@ -201,7 +214,8 @@ class CostedGraph:
                 continue
             if runs_alone(self.graph.folded, op_class):
                 compute += count * self.op_seconds(op_class)
-            inside += self.graph.num_reductions[op_class] * self.reduction_seconds(op_class)
+            if op_class in self.graph.summed:
+                inside += self.graph.num_reductions[op_class] * self.reduction_seconds(op_class)
             if op.name in ATTENTIONS:
                 inside += count * np.array([sent.exposed_s for sent in self.ring_messages(op_class)])
             for strategy, halos in self.exchanges(op_class).items():
@@ -336,7 +350,11 @@ class CostedGraph:
         own = {f: factor_of[k, f] for k, f in factor_of if k == op_class}
         values = [graph.folded.program.values[v] for v in op.operands]
         shares = [self.shares(graph.ports[op_class, i, False]) for i in range(len(values))]
-        for strategy, row in enumerate(self.strategies[node].assignment):
+        assignment = self.strategies[node].assignment
+        cuts_windows = splits({own[window.factor] for window in op.rule.windows}, assignment).any(axis=1)
+        for strategy, row in zip(
+            np.flatnonzero(cuts_windows).tolist(), assignment[cuts_windows], strict=True
+        ):
             parts = [v.num_bytes * float(s[strategy]) for v, s in zip(values, shares, strict=True)]
             found = tuple(exchanges(op, [v.shape for v in values], parts, own, row, self.resharder.mesh))
             if found:

@@ -43,8 +43,9 @@ class SeedRule:
 
     def axes(self, role: Role) -> Axes | None:
         """The axes over which an argument of that role is split."""
-        weights = {Role.PARAMETER: self.parameters, Role.FROZEN: self.parameters}
-        return ({Role.BATCH: self.batch} | weights).get(role, self.others)
+        if role is Role.BATCH:
+            return self.batch
+        return self.parameters if role in (Role.PARAMETER, Role.FROZEN) else self.others
 
 
 def rules(num_devices: tuple[int, ...]) -> Iterator[SeedRule]:
@@ -89,17 +90,30 @@ class _Propagation:
 
     def _placed(self, rule: SeedRule) -> dict[int, int]:
         """The strategies of the arguments that a rule places: the largest dimension that can be is split."""
-        graph, found = self.costed.graph, dict[int, int]()
-        for i, argument in enumerate(graph.folded.program.step.arguments):
-            port, axes = graph.ports[graph.folded.class_of[i], 0, True], rule.axes(argument.role)
-            if port.node in found or axes is None:
+        found = dict[int, int]()
+        for (node, role), (specs, dims) in self._arguments.items():
+            axes = rule.axes(role)
+            if node in found or axes is None:
                 continue
-            sizes, kept = graph.extents(port), self.kept[port.node]
-            dims = [0] if argument.role is Role.BATCH else sorted(range(len(sizes)), key=lambda d: -sizes[d])
-            specs = port_specs(port, self.costed.strategies[port.node])[kept]
-            apart = rule.splits_storage_only and argument.role is not Role.BATCH
+            apart = rule.splits_storage_only and role is not Role.BATCH
             at = _split_apart(specs, dims, axes) if apart else None
-            found[port.node] = int(kept[_split_over(specs, dims, axes) if at is None else at])
+            found[node] = int(self.kept[node][_split_over(specs, dims, axes) if at is None else at])
+        return found
+
+    @cached_property
+    def _arguments(self) -> dict[tuple[int, Role], tuple[np.ndarray, list[int]]]:
+        """By node and role of arguments: [kept strategies, axes] their specs, and their dimensions in the order in which
+        rules split them."""
+        graph, found = self.costed.graph, dict[tuple[int, Role], tuple[np.ndarray, list[int]]]()
+        for i, argument in enumerate(graph.folded.program.step.arguments):
+            port = graph.ports[graph.folded.class_of[i], 0, True]
+            if (port.node, argument.role) not in found:
+                sizes = graph.extents(port)
+                dims = (
+                    [0] if argument.role is Role.BATCH else sorted(range(len(sizes)), key=lambda d: -sizes[d])
+                )
+                specs = port_specs(port, self.costed.strategies[port.node])[self.kept[port.node]]
+                found[port.node, argument.role] = specs, dims
         return found
 
     def _following(self, node: int, rule: SeedRule) -> np.ndarray:

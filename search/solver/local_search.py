@@ -6,6 +6,7 @@ Single-node moves are among the pairs. The descent ends with the first pass that
 """
 
 from collections.abc import Sequence
+from math import isfinite
 
 import numpy as np
 
@@ -69,8 +70,8 @@ class _Descent:
                     self.bytes[node][index] = per_label
         self.neighbours: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.node_cost_s]
         for edge in problem.edges:
-            self.neighbours[edge.u].append((edge.v, edge.cost_s))
-            self.neighbours[edge.v].append((edge.u, edge.cost_s.T))
+            self.neighbours[edge.u].append((edge.v, edge.cost_s.T))
+            self.neighbours[edge.v].append((edge.u, edge.cost_s))
 
     def run(self) -> Labels:
         """Passes over the edges; after the first pass, only over edges at or beside a changed node."""
@@ -122,10 +123,10 @@ class _Descent:
         cost = self.problem.node_cost_s[node]
         for other, between in self.neighbours[node]:
             if other != without:
-                cost = cost + between[:, self.labels[other]]
+                cost = cost + between[self.labels[other]]
         return cost
 
 
 def _worth_s(cost_s: float) -> float:
     """The cost that a changed assignment must stay below to count as better."""
-    return cost_s - ROUNDING * abs(cost_s) if np.isfinite(cost_s) else cost_s
+    return cost_s - ROUNDING * abs(cost_s) if isfinite(cost_s) else cost_s

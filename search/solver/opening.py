@@ -109,14 +109,19 @@ class Opening:
     @cached_property
     def given(self) -> tuple[Labels, ...]:
         """The starting assignments, the cheapest first."""
-        return tuple(sorted(self._starts(), key=self.problem.cost_s))
+        return tuple(sorted(self._given_s, key=self._given_s.__getitem__))
+
+    @cached_property
+    def _given_s(self) -> dict[Labels, float]:
+        """The cost of each starting assignment."""
+        return {labels: self.problem.cost_s(labels) for labels in self._starts()}
 
     @cached_property
     def starts(self) -> tuple[Labels, ...]:
         """The local optima below the cheaper starting assignments (`START_RANGE`), the cheapest first."""
-        cost_s = {labels: self.problem.cost_s(labels) for labels in self.given}
+        cost_s = self._given_s
         most_s, found = START_RANGE * min(cost_s.values(), default=np.inf), dict[Labels, float]()
-        for labels in (labels for labels in cost_s if cost_s[labels] < most_s):
+        for labels in (labels for labels in self.given if cost_s[labels] < most_s):
             better = descend(self.problem, (), np.inf, 0.0, labels, self.clock)
             found[better] = self.problem.cost_s(better)
         return tuple(sorted(found, key=found.__getitem__))

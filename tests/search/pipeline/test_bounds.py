@@ -64,6 +64,15 @@ def test_the_bound_of_equal_stages_is_what_they_take(name):
     assert took_s == pytest.approx((8 * per_worker + 3) * 3.0)
 
 
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_bound_of_one_microbatch_is_what_it_takes(name, workers):
+    """The weight gradient of the first stage follows the whole way back."""
+    stages = [StageCost(1.0, 1.0, 0.9)] * ((FAMILIES[name].stages_per_worker or 1) * workers)
+    took_s = simulate(build_schedule(name, len(stages), 1, workers), stages).makespan_s
+    assert least_makespan_s(name, stages, 1, workers) == pytest.approx(took_s)
+
+
 def test_hosts_hand_out_weight_gradients_one_by_one():
     assert dispatch_s("zb-h1", 8, 2) == pytest.approx(1.5 * dispatch_s("1f1b", 8, 2))
 
