@@ -222,10 +222,11 @@ class FinerMeshes:
         return Known(bound_s=known_s.get(shape, -math.inf) - self.trials.gains_s.get(step_problem, 0.0))
 
     def _deadline(self, communicated: float) -> Deadline:
-        """The time for meshes of three axes: within the user's limit, else a multiple of the work so far. It shrinks
+        """The time for meshes of three axes: a multiple of the work so far, within the limit of the search. It shrinks
         with the share of communication."""
         trials = self.trials
-        left_s = trials.options.limit_s if trials.options.time_limit_s is None else trials.deadline.left_s
+        within = trials.latest if trials.options.time_limit_s is None else trials.deadline
+        left_s = within.left_s
         spent_s = trials.clock.now_s - trials.began_s
         share = min(1.0, communicated / COMMUNICATES_MUCH)
         return Deadline.after(min(max(share * FINER_SHARE * spent_s, LEAST_FINER_S), left_s), trials.clock)

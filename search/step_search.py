@@ -174,7 +174,7 @@ class StepSearch:
 
     def _on_other_meshes(self, best: Found, baseline: StepProblem) -> None:
         """Looks for better plans of the best plan's step on the other meshes, unless the bounds rule them out."""
-        deadline = Deadline.after(self.options.limit_s / 2, self.clock)
+        deadline = Deadline.after(min(self.options.limit_s / 2, self.trials.latest.left_s), self.clock)
         others = [shape for shape in self.trials.shapes if shape != best.on_mesh.shape]
         for shape in sorted(others, key=self.floors_s.__getitem__):
             known = self.finer.known(best.step_problem, shape, baseline, self.floors_s)

@@ -25,7 +25,7 @@ from autoshard.search.mesh_problem import (
     StepProblem,
     TooLargeError,
 )
-from autoshard.search.options import Options, Progress, candidate_shapes
+from autoshard.search.options import LATEST, Options, Progress, candidate_shapes
 from autoshard.search.problem.reshard import Resharder
 from autoshard.search.recomputation import MAX_MESHES, UncappedSolution
 from autoshard.search.solver.branch_and_bound import NoFitError
@@ -98,6 +98,7 @@ class Trials:
       tried: the candidates that were tried.
       began_s: the clock's time at the start of the search.
       deadline: no trial begins after it once there is a plan.
+      latest: no improvement of a plan begins after it, and none goes on.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Trials:
         self.options, self.progress, self.pins = options, progress, options.pins or {}
         self.clock, self.watch = clock, watch or Stopwatch(step.trace_s)
         self.began_s, self.deadline = clock.now_s, Deadline.after(options.limit_s, clock)
+        self.latest = Deadline.after(LATEST * options.limit_s, clock)
         self.rival = rival
         self.shapes = rival.shapes if rival else candidate_shapes(cluster, options)
         self.best: Found | None = rival.found if rival else None
