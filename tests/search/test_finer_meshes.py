@@ -18,6 +18,7 @@ from autoshard.search.mesh_problem import UNKNOWN, Known
 from autoshard.search.options import Options
 from autoshard.search.recomputation import UncappedSolution
 from autoshard.search.solver.clock import NEVER, Deadline, WorkClock
+from autoshard.search.trials import Trials
 from tests.search.chain import chain
 from tests.zoo import make_dlrm, make_lstm, make_vit
 
@@ -235,6 +236,15 @@ def test_meshes_of_three_axes_that_are_open_get_what_time_is_left(monkeypatch, f
     baseline = SimpleNamespace(step_problem="a step", uncapped=(), found=(), floors_s={(64,): 1.0})
     assert finer.uncapped(baseline, [fastest]) == [fastest]
     assert calls == [0, 1, *again]
+
+
+@pytest.mark.parametrize("spent_s", [10.0, 16.0, 40.0])
+def test_meshes_of_three_axes_end_with_the_search(spent_s):
+    """They have a multiple of the work so far, which must not be a multiple of the limit."""
+    clock = WorkClock()
+    trials = Trials(STEP, [""] * len(STEP.arguments), FAST, Options(CAP), lambda line: None, clock)
+    clock.spend(spent_s)
+    assert spent_s + FinerMeshes(trials)._deadline(1.0).left_s <= max(1.25 * 15.0, spent_s)
 
 
 @pytest.mark.parametrize(
