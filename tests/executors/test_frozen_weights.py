@@ -44,11 +44,11 @@ def run(fn, state, others):
 @pytest.mark.parametrize(
     ("is_inside", "is_scanned", "base_dtype"),
     [
-        (False, False, None),
-        (True, False, None),
-        (False, True, None),
         (True, True, None),
         (False, False, jnp.float32),
+        pytest.param(False, False, None, marks=pytest.mark.slow),  # the two above have each value of each
+        pytest.param(True, False, None, marks=pytest.mark.slow),
+        pytest.param(False, True, None, marks=pytest.mark.slow),
     ],
 )
 def test_on_the_host_they_equal_one_devices(is_inside, is_scanned, base_dtype, monkeypatch):
