@@ -21,7 +21,7 @@ from tests.simulated import keep_programs, simulate_devices
 
 simulate_devices()
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", UNTIMED, max_examples=15, derandomize=True)
+settings.register_profile("quick", UNTIMED, max_examples=10, derandomize=True)
 settings.register_profile("thorough", UNTIMED, max_examples=200)
 settings.load_profile("quick")
 
@@ -29,6 +29,9 @@ NEEDS = ("pure", "devices", "compiler")
 
 OF_ROOM = {"executors": "devices", "gpu": "compiler"}
 """By folder, where it is not `pure`."""
+
+YOUNG_VALUES = 500_000
+"""So many that were made since the last collection may be garbage: some 100 MB. Source: a choice of ours."""
 
 
 class Purity:
@@ -59,6 +62,7 @@ def keep_bytecode() -> None:
 
 
 def pytest_configure(config):
+    gc.disable()
     keep_bytecode()
     if hasattr(config, "cache"):
         keep_programs(config.cache.mkdir("programs"))
@@ -86,13 +90,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Modules and tests stay: the garbage collector need not look at them again and again."""
+    """Modules and tests stay: the garbage collector need not look at them."""
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Collects cycles where many values may be in some, and never within a test, when most values are alive."""
+    if gc.get_count()[0] > YOUNG_VALUES:
+        gc.collect()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _kept_from_the_collector():
-    """So do the caches that a module's tests fill: a full collection would take longer with each module."""
+    """A full collection would look at the caches that a module's tests fill, and take longer with each module."""
     yield
     gc.collect()
     gc.freeze()

@@ -101,6 +101,7 @@ FILES = {
 }
 
 
+@functools.cache
 def room_of(name: str) -> str:
     return max((room for room in MAY_IMPORT if is_in(name, room)), key=len)
 
@@ -189,10 +190,10 @@ def files_named_by(module: str, walk: Callable[[ast.AST], Iterable[ast.AST]] = a
 def at_once(tree: ast.AST) -> Iterator[ast.AST]:
     """Nodes that are run where a module is imported."""
     yield tree
-    is_later = isinstance(tree, ast.FunctionDef) or (
-        isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING"
-    )
-    for node in () if is_later else ast.iter_child_nodes(tree):
+    match tree:
+        case ast.FunctionDef() | ast.expr() | ast.If(test=ast.Name("TYPE_CHECKING")):
+            return
+    for node in ast.iter_child_nodes(tree):
         yield from at_once(node)
 
 

@@ -44,11 +44,13 @@ def run(fn, state, others):
 @pytest.mark.parametrize(
     ("is_inside", "is_scanned", "base_dtype", "roles"),
     [
-        (False, False, None, {Role.FROZEN}),
-        (True, False, None, {Role.FROZEN}),
-        (False, True, None, {Role.FROZEN, Role.PARAMETER, Role.OPTIMIZER_STATE}),
         (True, True, None, {Role.FROZEN}),
+        (False, True, None, {Role.FROZEN, Role.PARAMETER, Role.OPTIMIZER_STATE}),
         (False, False, jnp.float32, {Role.FROZEN}),
+        pytest.param(
+            False, False, None, {Role.FROZEN}, marks=pytest.mark.slow
+        ),  # those above have each value of each
+        pytest.param(True, False, None, {Role.FROZEN}, marks=pytest.mark.slow),
     ],
 )
 def test_on_the_host_they_equal_one_devices(is_inside, is_scanned, base_dtype, roles, monkeypatch):

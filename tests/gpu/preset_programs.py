@@ -1,10 +1,11 @@
-"""Compiles one small program for a full node of every preset, and prints the collectives and the peak of each, as JSON.
+"""Compiles one small program for a full node of each preset, and prints the collectives and the peak of each, as JSON.
 
-Run by `test_presets` as `python -m tests.gpu.preset_programs`, in one process for all presets.
+Run by `test_presets` as `python -m tests.gpu.preset_programs PRESET...`, in one process for all presets.
 """
 
 import json
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.clusters import presets
+from autoshard.clusters import named
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.xla import compiler, process
 from autoshard.cost_model.xla._jax import module_bytes
@@ -41,7 +42,7 @@ def compiled(cluster: Cluster, cuda_folder: str) -> compiler.Compiled:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         process._write_stand_ins(Path(folder))
-        found = {name: compiled(c, folder) for name, c in presets().items() if name != "CPU"}
+        found = {name: compiled(named(name), folder) for name in sys.argv[1:]}
     print(
         json.dumps(
             {

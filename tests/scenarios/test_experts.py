@@ -33,12 +33,14 @@ GIB = 2**30
 PLENTY = 2**45
 HIDDEN = 4096
 LAYERS = 2
+SEARCH_S = 2.0
+"""Nominal seconds: the expert's plan is found long before it is proven to be the best."""
 
 
 def plan_for(case, cluster, mesh=None, memory=PLENTY):
     step = trace(case.step, *case.abstract_args())
     hardware = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    return find(step, hardware, Options(int(memory), mesh, remat="never")).plan
+    return find(step, hardware, Options(int(memory), mesh, remat="never", nominal_s=SEARCH_S)).plan
 
 
 def equal_links(num_devices=8):
@@ -165,7 +167,7 @@ def test_many_tokens_are_data_parallel_and_gradients_are_reduced_once():
 
 
 @pytest.mark.parametrize(
-    ("layers", "shares"), [(3, (0.87,)), pytest.param(12, (0.96, 0.92, 0.87), marks=pytest.mark.slow)]
+    ("layers", "shares"), [(2, (0.87,)), pytest.param(12, (0.96, 0.92, 0.87), marks=pytest.mark.slow)]
 )
 def test_a_falling_cap_turns_data_parallelism_into_fsdp(layers, shares):
     case = make_megatron(

@@ -7,6 +7,8 @@ heads as devices (Jacobs et al. 2023). A ring needs none, and hides its messages
 2024).
 """
 
+from functools import cache
+
 import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
@@ -21,13 +23,24 @@ CAP, SMALL = 70 * 2**30, 2 * 2**30
 
 
 def plan_for(
-    heads, length, cluster="8xH100-80GB", channels=128, key_heads=None, form=None, said=None, cap=CAP
+    heads,
+    length,
+    cluster="8xH100-80GB",
+    channels=128,
+    key_heads=None,
+    form=None,
+    said=None,
+    cap=CAP,
+    mesh=None,
 ):
     key_heads = key_heads or heads
     step = layer_step(form or by_softmax(), heads, key_heads)
     traced = trace(step, *layer_shapes(1, length, heads, key_heads, channels))
     return find(
-        traced, parse_cluster(cluster), Options(cap), said.append if said is not None else lambda _: None
+        traced,
+        parse_cluster(cluster),
+        Options(cap, mesh),
+        said.append if said is not None else lambda _: None,
     ).plan
 
 
@@ -42,8 +55,13 @@ def gradient_specs(plan):
     return said[: said.index(")") + 1]
 
 
+@cache
+def ring():
+    return plan_for(heads=4, length=32768, cap=SMALL)
+
+
 def test_few_heads_go_round_a_ring():
-    plan = plan_for(heads=4, length=32768, cap=SMALL)
+    plan = ring()
     assert plan.attention == "blockwise"
     assert moved(plan) == {"collective-permute"}
     assert "ring attention over 8" in str(plan).splitlines()[0]
@@ -55,8 +73,10 @@ def test_many_heads_are_moved_as_by_ulysses():
     assert moved(plan) == {"all-to-all"}
 
 
-def test_two_nodes_move_heads_and_keep_rings_inside():
-    plan = plan_for(heads=8, length=32768, cluster="16xH100-80GB", cap=SMALL)
+@pytest.mark.parametrize("mesh", [(2, 8), pytest.param(None, marks=pytest.mark.slow)])
+def test_two_nodes_move_heads_and_keep_rings_inside(mesh):
+    """Unasked, the mesh is the same."""
+    plan = plan_for(heads=8, length=32768, cluster="16xH100-80GB", cap=SMALL, mesh=mesh)
     assert dict(plan.decisions.mesh) == {"data": 2, "model": 8}
     assert gradient_specs(plan) == "P(None, 'model', 'data')"
     assert [one.axes for one in plan.estimates.collectives if one.kind == "collective-permute"] == [
@@ -85,7 +105,7 @@ def test_a_million_tokens_fit_only_in_blocks():
 def test_a_plan_in_blocks_is_read_back():
     step = trace(layer_step(by_softmax(), 4, 4), *layer_shapes(1, 32768, 4, 4, 128))
     cluster = parse_cluster("8xH100-80GB")
-    found = find(step, cluster, Options(SMALL)).plan
+    found = ring()
     assert found.attention == "blockwise"
     again = apply(step, type(found).from_json(found.to_json()), cluster).plan
     assert again.decisions == found.decisions

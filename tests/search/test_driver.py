@@ -73,7 +73,12 @@ def stack() -> Step:
 
 def found_with(pins: dict[int, P]) -> SearchResult:
     """The plan of the stack where some layers' weights are pinned."""
-    named = {f"layers[{n}]['w']": spec for n, spec in pins.items()}
+    return _found_with(tuple(pins.items()))
+
+
+@functools.cache
+def _found_with(pins: tuple[tuple[int, P], ...]) -> SearchResult:
+    named = {f"layers[{n}]['w']": spec for n, spec in pins}
     return driver.find(stack(), CLUSTER, Options(plans.PLENTY_BYTES, (2, 4), named))
 
 
@@ -294,10 +299,12 @@ def test_a_plan_that_fits_in_the_order_of_least_memory_is_taken(tmp_path, monkey
     ("kind", "name", "worse"),
     [
         ("arguments", "layers[4]['w']", "P()"),
-        ("arguments", "x", "P(None, 'model')"),
+        pytest.param("arguments", "x", "P(None, 'model')", marks=pytest.mark.slow),  # as for a layer
         ("ops", "forward dot_general #2", "P(), P() -> P()"),
         ("copies", "layers[4]['w'] -> backward", "fresh P()"),
-        ("copies", "forward dot_general -> forward", "fresh P()"),
+        pytest.param(
+            "copies", "forward dot_general -> forward", "fresh P()", marks=pytest.mark.slow
+        ),  # as above
     ],
 )
 def test_what_is_deleted_is_searched_again(kind, name, worse, tmp_path):

@@ -1,6 +1,7 @@
 """What the driver decides itself: which mesh wins, what is told of the search, and which plans it takes back."""
 
 from dataclasses import replace
+from functools import cache
 from math import inf
 
 import jax
@@ -41,6 +42,11 @@ SHARDED = {f"params[{n}]": P("data") for n in range(4)} | {"x": P("data")}
 
 def find(options=None, step=STEP, cluster=CLUSTER, **more):
     return driver.find(step, cluster, options or Options(CAP_BYTES), **more)
+
+
+@cache
+def found():
+    return find()
 
 
 def cost_s(found) -> float:
@@ -188,14 +194,14 @@ def test_where_that_does_not_fit_either_the_error_says_what_would(monkeypatch, i
 def test_a_plan_says_what_was_asked_for():
     plan = find(Options(CAP_BYTES, mesh=(16,), pins=SHARDED)).plan
     assert plan.options == {"mesh": [16], "pin": {name: str(SHARDED[name]) for name in sorted(SHARDED)}}
-    assert find().plan.options == {}
+    assert found().plan.options == {}
     assert (plan.step, plan.memory_bytes, plan.cluster) == ("mlp", CAP_BYTES, CLUSTER.to_json())
     assert plan.jax == jax.__version__
     assert {name: plan.decisions.arguments[name] for name in SHARDED} == dict.fromkeys(SHARDED, "P('data')")
 
 
 def test_seconds_are_told_by_stage():
-    plan = find().plan
+    plan = found().plan
     assert list(plan.search_s) == ["trace", "graph", "strategies", "solve", "recompute", "plan"]
     assert plan.search_s["trace"] == STEP.trace_s
     assert all(seconds > 0 for seconds in plan.search_s.values())
@@ -217,7 +223,7 @@ def test_a_step_takes_its_computation_and_the_communication_that_is_not_hidden(g
 
 
 def test_a_plan_that_comes_back_is_the_same():
-    plan = find().plan
+    plan = found().plan
     again = driver.apply(STEP, plan, CLUSTER)
     assert again.plan == plan
     assert again.plan.to_json() == plan.to_json()
@@ -238,12 +244,12 @@ def test_a_plan_of_another_step_is_refused():
     with pytest.raises(
         PlanError, match=r"plan\.json was made for another step\. In 'mlp', it takes 1 argument fewer"
     ):
-        driver.apply(other, find().plan, CLUSTER, "plan.json")
+        driver.apply(other, found().plan, CLUSTER, "plan.json")
 
 
 @pytest.mark.parametrize("names", [("model", "data"), ("a",), ("data", "model", "replica")])
 def test_a_plan_s_mesh_has_the_axes_of_its_number(names):
-    plan = find().plan
+    plan = found().plan
     sizes = dict(zip(names, (4, 2, 2), strict=False))
     decisions = replace(plan.decisions, mesh=sizes)
     with pytest.raises(PlanError, match="wanted mesh axes named"):
@@ -252,4 +258,4 @@ def test_a_plan_s_mesh_has_the_axes_of_its_number(names):
 
 def test_a_plan_that_does_not_fit_its_cap_is_refused():
     with pytest.raises(InfeasibleError, match="the decisions of plan do not fit its cap of 1 MiB a device"):
-        driver.apply(STEP, replace(find().plan, memory_bytes=2**20), CLUSTER)
+        driver.apply(STEP, replace(found().plan, memory_bytes=2**20), CLUSTER)

@@ -51,7 +51,7 @@ def test_what_few_layers_say_is_put_on_all(tmp_path, monkeypatch):
     assert (again.plan.decisions, again.plan.estimates) == (result.plan.decisions, result.plan.estimates)
 
 
-@pytest.mark.parametrize("share", [0.8, 0.6])
+@pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), 0.6])
 def test_where_fewer_might_do_all_layers_are_searched(share, monkeypatch):
     result, said = found(share)
     assert said.index("the same on all layers") < said.index("all layers")

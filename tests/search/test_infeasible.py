@@ -265,9 +265,9 @@ def test_the_step_as_it_is_counts_where_what_is_done_to_it_takes_more():
     case = make_dlrm(table_rows=(4_000_000, 1_000_000), embed_dim=128, num_dense=13, batch=1 << 14)
     step = trace(case.step, *case.abstract_args())
     cluster = parse_cluster("8xH100-80GB")
-    roomy = driver.find(step, cluster, Options(1 << 40)).plan.estimates
+    roomy = driver.find(step, cluster, Options(1 << 40, (8,))).plan.estimates
     with pytest.raises(InfeasibleError) as error:
-        driver.find(step, cluster, Options(int(0.35 * roomy.peak_bytes), offload="never"))
+        driver.find(step, cluster, Options(int(0.35 * roomy.peak_bytes), (8,), offload="never"))
     cap, *_ = ways_out(str(error.value))
     assert parse_bytes(cap.removeprefix("a cap of ")) < 1.2 * roomy.peak_bytes
     assert parse_seconds(ways_out(str(error.value))[cap]) < 1.2 * roomy.step_s

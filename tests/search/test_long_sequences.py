@@ -31,7 +31,7 @@ def in_blocks_s(step, cluster):
     return find_as_written(blockwise(step), cluster, Options(PLENTY)).found.cost_s
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     st.sampled_from(("4xH100-80GB", "4xL4", "4xA100-80GB", "8xA100-80GB")),
     st.sampled_from((1, 4, 8)),

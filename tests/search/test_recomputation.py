@@ -101,9 +101,12 @@ def test_a_cap_that_is_out_of_reach_is_kept_to(is_scanned):
     assert num_recomputed(plenty) == 0
     assert tight.plan.estimates.peak_bytes <= tight.plan.memory_bytes
     assert num_recomputed(tight) > 0
+
+
+def test_recomputation_that_would_fit_is_named_where_it_is_forbidden():
     would_fit = r"would fit: recomputation, which remat='never' forbids \(step .* or less\);"
     with pytest.raises(InfeasibleError, match=would_fit):
-        found(is_scanned, 0.5, "never", 1)
+        found(True, 0.5, "never", 1)
 
 
 def test_what_does_not_fit_either_with_recomputation_is_not_promised():
@@ -115,8 +118,11 @@ def test_what_does_not_fit_either_with_recomputation_is_not_promised():
 
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_less_memory_never_makes_it_faster(is_scanned):
-    costs_s = [cost_s(found(is_scanned, share)) for share in (4.0, 0.8, 0.5)]
+    results = [found(is_scanned, share) for share in (4.0, 0.8, 0.5)]
+    costs_s = [cost_s(result) for result in results]
     assert costs_s == sorted(costs_s)
+    again_s = [result.plan.estimates.recompute_s for result in results]
+    assert again_s[1] < again_s[2] / 2, "little is recomputed where little is missing"
     full_s = 4 / 3 * costs_s[0]  # all products of the forward phase once more
     assert costs_s[-1] <= full_s
 

@@ -167,6 +167,7 @@ def test_in_microbatches_all_layers_do_what_few_do(offload):
         op.name for op, k in zip(whole.program.ops, whole.class_of, strict=True) if k >= len(few.members)
     }
     assert besides == {"broadcast_in_dim"}
+    assert_the_whole_step_takes(result, 0.12)
 
 
 def test_two_layers_for_each_that_stands_for_others_have_all_nodes_of_the_whole_step():
@@ -250,6 +251,7 @@ def test_the_whole_step_takes_it_as_it_is_and_as_long(limit_bytes, put_off):
     assert_the_whole_step_takes(found(limit_bytes), put_off)
 
 
+@pytest.mark.slow  # `test_in_microbatches_all_layers_do_what_few_do` shows it where sums of gradients are smaller
 def test_what_goes_round_the_microbatches_is_there_for_all_layers():
     """Sums of gradients above all."""
     options = Options(PLENTY_BYTES, (2, 4), offload="never", microbatches=4)
@@ -284,6 +286,7 @@ def test_some_layers_recompute_and_others_do_not():
     assert all(int(part[-1]) > 4 for part in parts), "they are counted in the whole step"
 
 
+@pytest.mark.slow  # `test_less_memory_never_makes_it_faster` of test_recomputation.py shows it for all layers at once
 def test_little_is_recomputed_where_little_is_missing():
     """A device holds 1,293 MiB where nothing is recomputed; each layer is recomputed for 32 MiB or more. Nobody puts the
     kernels into another order there."""

@@ -20,7 +20,7 @@ def planned(model: str, cluster: str, mesh: tuple[int, ...]) -> Plan:
     return driver.find(traced(model), parse_cluster(cluster), Options(PLENTY_BYTES, mesh)).plan
 
 
-@pytest.mark.parametrize("mesh", [(1, 16), (1, 16, 1)])
+@pytest.mark.parametrize("mesh", [pytest.param((1, 16), marks=pytest.mark.slow), (1, 16, 1)])
 def test_a_mesh_costs_what_it_costs_without_its_axes_of_size_one(mesh):
     """Slow links between nodes: many small collectives are joined, those over nobody among them, were there any."""
     plain, padded = (planned("gpt_scan", "16xA100-80GB-Ethernet", shape) for shape in ((16,), mesh))

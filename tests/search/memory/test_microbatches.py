@@ -456,7 +456,7 @@ def test_the_numbers_stay(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["reports", "layers under scan", slowly("mean over tokens"), slowly("own rows")]
+    "name", ["reports", *map(slowly, ("layers under scan", "mean over tokens", "own rows"))]
 )
 def test_a_microbatch_may_be_one_example(name):
     step, flat, wanted = on_one_device(name)

@@ -70,9 +70,14 @@ def parts_of(make, count: int) -> Parts:
     return Parts.of(step, [""] * len(step.arguments), CLUSTER, count)
 
 
-@pytest.mark.parametrize("make", [scanned, unrolled])
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("size", [1, 2])
+CASES = [(scanned, 1, 2), (unrolled, 4, 1)]
+"""Each way to write the step, number of microbatches and size of a submesh."""
+OTHERS = [case for case in product((scanned, unrolled), (1, 4), (1, 2)) if case not in CASES]
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "size"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 def test_a_step_that_was_made_ready_takes_no_less(make, count, size):
     costs = parts_of(make, count).costs((size,), 1)
     passes = work_of(make).passes(count, size)
