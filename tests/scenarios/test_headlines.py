@@ -22,8 +22,6 @@ from autoshard.search.options import Options
 from tests.zoo import make_dlrm, make_megatron, make_mlp, make_moe
 
 PLENTY = 2**45
-SEARCH_S = 2.0
-"""Nominal seconds: the plan that is named is found long before it is proven to be the best."""
 
 
 @functools.cache
@@ -35,7 +33,6 @@ def traced(make, **sizes):
 def plan_for(step, mesh, pins=(), memory=PLENTY, cluster="8xH100-80GB", **options):
     """A plan with the specs of arguments whose paths end in a text pinned."""
     pinned = {a.name: spec for a in step.arguments for end, spec in pins if a.name.endswith(end)}
-    options = {"nominal_s": SEARCH_S, **options}
     return find(step, parse_cluster(cluster), Options(int(memory), mesh, pinned, **options)).plan
 
 
