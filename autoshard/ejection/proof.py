@@ -17,7 +17,7 @@ from autoshard.cost_model.xla.process import Compiler, Job, compile_all_apart
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors.jit import Program
 from autoshard.progress import Progress
-from autoshard.verification.records import Footprint, Moved, paired
+from autoshard.verification.records import Footprint, Moved, compiled_footprint, paired
 
 PEAK_SHARE = 0.01
 """Largest difference of two compiled peaks that does not count, as a share of the plan's. Source: a choice of ours; XLA
@@ -39,7 +39,7 @@ class Beside:
     @property
     def footprints(self) -> tuple[Footprint, Footprint]:
         """The memory of the plan's program and of the ejected step."""
-        return Footprint.of(self.planned), Footprint.of(self.ejected)
+        return compiled_footprint(self.planned), compiled_footprint(self.ejected)
 
     @property
     def differences(self) -> tuple[str, ...]:

@@ -33,15 +33,15 @@ class Footprint:
     host_bytes: int
     residents: Mapping[str, int]
 
-    @classmethod
-    def of(cls, stats: CompiledStats) -> "Footprint":
-        """The footprint of a compiled program."""
-        residents = {
-            "arguments": stats.argument_bytes,
-            "outputs not aliased": stats.fresh_output_bytes,
-            "temporaries": stats.temporary_bytes,
-        }
-        return cls(stats.peak_bytes, stats.host_bytes, residents)
+
+def compiled_footprint(stats: CompiledStats) -> Footprint:
+    """The footprint of a compiled program."""
+    residents = {
+        "arguments": stats.argument_bytes,
+        "outputs not aliased": stats.fresh_output_bytes,
+        "temporaries": stats.temporary_bytes,
+    }
+    return Footprint(stats.peak_bytes, stats.host_bytes, residents)
 
 
 @dataclass(frozen=True, slots=True)

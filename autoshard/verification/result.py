@@ -14,7 +14,16 @@ from autoshard.cost_model.units import format_bytes
 from autoshard.cost_model.xla.stats import CompiledStats, Traffic
 from autoshard.search.plan.plan import Collective, Plan
 from autoshard.verification import table
-from autoshard.verification.records import FLOOR_BYTES, WHOLE, Copied, Extent, Footprint, Moved, paired
+from autoshard.verification.records import (
+    FLOOR_BYTES,
+    WHOLE,
+    Copied,
+    Extent,
+    Footprint,
+    Moved,
+    compiled_footprint,
+    paired,
+)
 
 PEAK_ABOVE = 0.03
 """Largest share by which the compiled peak may exceed the predicted one: the error that a plan at its cap can afford.
@@ -143,7 +152,7 @@ def compared(
         cap_bytes=plan.memory_bytes,
         host_cap_bytes=cluster.host_bytes_per_node // cluster.devices_per_node,
         predicted=Footprint(estimates.peak_bytes, estimates.host_bytes, estimates.residents),
-        compiled=Footprint.of(stats),
+        compiled=compiled_footprint(stats),
         collectives=beside(estimates.collectives, stats.collectives),
         host_copies=tuple(Copied(way, *traffic) for way, traffic in stats.host_copies.items()),
         extent=extent,

@@ -30,6 +30,6 @@ def test_errors_do_not_leave_it_off(enabled: bool) -> None:
     assert gc.isenabled() == enabled
 
 
-def test_functions_may_be_decorated() -> None:
+def test_functions_may_be_decorated(enabled: bool) -> None:
     assert not uncollected()(gc.isenabled)()
-    assert gc.isenabled()
+    assert gc.isenabled() == enabled

@@ -4,15 +4,16 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+import jax
 import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.cost_model.xla.stats import CompiledStats
+from autoshard.executors.jit import Program
 from autoshard.search import driver
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
-from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.stopwatch import Stopwatch
@@ -40,15 +41,13 @@ class StandIn(CompilerVerifier):
         """There is no compiler to look for."""
 
     def stats(
-        self, step: Step, sharding: StepSharding, cap_bytes: int, watch: Stopwatch, tell: Progress
+        self, step: Step, program: Program, cap_bytes: int, watch: Stopwatch, tell: Progress
     ) -> CompiledStats:
         tell("compiling")
         self.caps.append(cap_bytes)
         num_products = sum(op.name == "dot_general" for op in step.graph.ops)
-        rests = [sharding.specs.get(("input", (), a)) for a in range(len(step.arguments))]
-        shards = [prod(8 for d in route[-1] if d) if route else 1 for route in rests]
-        values = step.abstract_inputs()
-        arguments = sum(v.size * v.dtype.itemsize // n for v, n in zip(values, shards, strict=True))
+        shards = ((a.sharding.shard_shape(a.shape), a.dtype) for a in jax.tree.leaves(program.args))
+        arguments = sum(prod(shape) * dtype.itemsize for shape, dtype in shards)
         traffic = {GATHERED: (num_products, 1000 * num_products)}
         return CompiledStats(arguments, 0, cap_bytes - arguments, 0, traffic, {})
 
