@@ -213,13 +213,11 @@ class Variants:
         """
         if any(variant.needs_no_less_than(one) for one in self.too_large):
             return math.inf
-        missing_bytes = self._argument_bytes(variant) - (1 + slack) * self.cap_bytes
-        missing_bytes += self.excess * self.batch_bytes / variant.microbatches
-        parts = variant.microbatches / self.excess
-        enough = (
-            self.slowness * one.seconds for one in self.savings if one.num_bytes >= parts * missing_bytes
-        )
-        again_s = 0.0 if missing_bytes <= 0 else min(enough, default=math.inf)
+        share = self.excess / variant.microbatches
+        needed_bytes = self._argument_bytes(variant) + share * self.batch_bytes
+        missing_bytes = needed_bytes - (1 + slack) * self.cap_bytes
+        enough = (one.seconds for one in self.savings if share * one.num_bytes >= missing_bytes)
+        again_s = 0.0 if missing_bytes <= 0 else self.slowness * min(enough, default=math.inf)
         return self._uncapped_s(variant) + again_s
 
     def _uncapped_s(self, variant: Variant) -> float:

@@ -86,6 +86,13 @@ def test_the_memory_of_activations_that_missed_the_cap_corrects_all_others():
     assert found.seconds(Variant(4, STATE)) == variants(9.5).seconds(Variant(4, STATE))
 
 
+def test_arguments_that_alone_seem_too_large_leave_no_estimate():
+    found = variants(7)
+    found.missed(Variant(1, STATE), near(4 * GIB))  # less than the arguments' 4.5 GiB
+    assert found.seconds(Variant(8)) == math.inf
+    assert found.seconds(Variant(8, STATE)) < math.inf
+
+
 def test_a_variant_that_needs_no_less_memory_than_one_that_missed_has_no_estimate():
     found = variants(16)
     found.missed(Variant(2, STATE), None)
