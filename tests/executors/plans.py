@@ -21,7 +21,7 @@ from autoshard.search.plan.shardings import step_sharding
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.strategies import CopySource
 from autoshard.search.solver import branch_and_bound
-from autoshard.search.solver.clock import PROCESSOR, Deadline
+from autoshard.search.solver.clock import Deadline, WorkClock
 
 PLENTY_BYTES = 1 << 40
 """No cap for a tiny model."""
@@ -44,7 +44,7 @@ def smallest(step: Step, mesh: tuple[int, ...]) -> SearchResult:
         on_mesh.problem,
         limit_bytes=1.0,
         violated=lambda labels: memory.rows_over(labels, 1),
-        deadline=Deadline.after(SEARCH_S, PROCESSOR),
+        deadline=Deadline.after(SEARCH_S, WorkClock()),
     )
     return _result(step_problem, on_mesh, peak.labels)
 
