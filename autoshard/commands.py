@@ -74,6 +74,17 @@ def _loaded(
             yield loaded
 
 
+def _compiling(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The keywords of calls that compile a plan."""
+    return {
+        "plan": options.plan,
+        "state": options.state,
+        "target_config": options.target_config,
+        "timeout_s": options.timeout,
+        "progress": progress,
+    }
+
+
 def what_if(options: argparse.Namespace) -> int:
     """Plans a step for several clusters."""
     if options.html is not None:
@@ -86,16 +97,7 @@ def verify(options: argparse.Namespace) -> int:
     api.loaded(options.plan)  # before the target, which may load slowly
     target_config_text(options.target_config)
     with shown() as progress, _loaded(options, progress) as (step, args):
-        proof = api.verify(
-            step,
-            *args,
-            plan=options.plan,
-            full=options.full,
-            state=options.state,
-            target_config=options.target_config,
-            timeout_s=options.timeout,
-            progress=progress,
-        )
+        proof = api.verify(step, *args, full=options.full, **_compiling(options, progress))
     print(json.dumps(proof.to_json(), indent=1) if options.json else proof, flush=True)
     return proof.exit_status
 
@@ -106,18 +108,8 @@ def eject(options: argparse.Namespace) -> int:
         _check_writable(options.out, "--out")
     api.loaded(options.plan)  # before the target, which may load slowly
     with shown() as progress, _loaded(options, progress) as (step, args):
-        ejected = api.eject(
-            step,
-            *args,
-            plan=options.plan,
-            only=options.only,
-            form=options.form,
-            verify=options.verify,
-            state=options.state,
-            target_config=options.target_config,
-            timeout_s=options.timeout,
-            progress=progress,
-        )
+        kind = {"only": options.only, "form": options.form, "verify": options.verify}
+        ejected = api.eject(step, *args, **kind, **_compiling(options, progress))
     for difference in ejected.differences:
         say(f"differs: {difference}")
     if options.out is None:

@@ -174,7 +174,7 @@ class Trials:
         return self._needed_bytes.get(step_problem, math.inf)
 
     def nearest_of(self, baseline: StepProblem) -> Found | None:
-        """Of a baseline's and its rewritten steps' strategies that did not fit, those with the smallest peak."""
+        """The strategies with the smallest peak among those of a baseline and its rewritten steps that did not fit."""
         return self._nearest.get((baseline.traced, baseline.hosted))
 
     def baseline(

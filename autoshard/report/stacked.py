@@ -1,4 +1,4 @@
-"""Drawings over time without text: what several kinds hold, one above another, in slices of equal time."""
+"""Drawings over time without text: the memory of several kinds, one above another, in slices of equal time."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby

@@ -1,4 +1,5 @@
-"""One device over the time of a step: a lane for each stream, and below them, over one axis, what fills the memory.
+"""One device over the time of a step: a lane for each stream, and below them, over one axis, the memory by kind of
+array.
 
 Drawings have no text of their own: they stretch to the width of the page, and the text beside them stays as it is. A slider
 moves a line over both, and says in words what is there; it is all that the pointer can ask, for the keyboard.

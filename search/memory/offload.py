@@ -78,7 +78,8 @@ class Offloaded:
 
     def _before(self, site: Site) -> Site | None:
         at, *inner = site
-        if len(inner) > 2 and (num_copies := _num_copies(self.step.graph.ops[at])):
+        is_inside = len(inner) > 2  # a cut of the loop into segments has two
+        if is_inside and (num_copies := _num_copies(self.step.graph.ops[at])):
             param, body, place, *rest = inner
             return None if place < num_copies else (self.origin[at], param, body, place - num_copies, *rest)
         return (self.origin[at], *inner)

@@ -174,8 +174,8 @@ class CostedGraph:
         return {}
 
     def _handling(self, source: int, maker: Maker, is_updating: bool) -> Handling:
-        """It sums a scatter's result over several axes in one collective too. It sums a loop's sum in its terms' type,
-        and may move a converted value in the narrower type."""
+        """`handling`, worked out. XLA sums a scatter's result over several axes in one collective too. It sums a loop's
+        sum in its terms' type, and may move a converted value in the narrower type."""
         is_scattered = self.graph.folded.op(maker[0]).name.startswith("scatter")
         term, narrowed = self.graph.terms.get(maker), self.graph.narrowed.get((maker, is_updating))
         return Handling(

@@ -108,10 +108,8 @@ class _Propagation:
         for i, argument in enumerate(graph.folded.program.step.arguments):
             port = graph.ports[graph.folded.class_of[i], 0, True]
             if (port.node, argument.role) not in found:
-                sizes = graph.extents(port)
-                dims = (
-                    [0] if argument.role is Role.BATCH else sorted(range(len(sizes)), key=lambda d: -sizes[d])
-                )
+                largest_first = np.argsort([-size for size in graph.extents(port)], kind="stable").tolist()
+                dims = [0] if argument.role is Role.BATCH else largest_first
                 specs = port_specs(port, self.costed.strategies[port.node])[self.kept[port.node]]
                 found[port.node, argument.role] = specs, dims
         return found

@@ -63,7 +63,7 @@ def test_frozen_weights_go_before_what_is_trained():
 
 @pytest.mark.slow
 def test_what_is_certified_of_a_plan_on_the_host_holds_on_all_meshes():
-    """Of plans with as much there; without it no plan fits. In test_certificate.py,
+    """The certificate is for plans with as much on the host; no other plan fits. In test_certificate.py,
     `test_no_plan_on_any_mesh_beats_the_certified_gap` shows it for the device's memory alone, against all plans."""
     four, asked = parse_cluster("4xH100-80GB"), ((4,), (2, 2))
     four_layers, times_state = trace(*adamw_chain(num_layers=4, width=1024, rows=64)), 3.0 / 4 * 4 / 8

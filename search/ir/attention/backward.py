@@ -38,14 +38,11 @@ def _gradients(block: Block, own: Sequence[Any], k: Any, v: Any, into: Sequence[
     p = jnp.exp(z.astype(dtype) - statistic[..., None])
     dp = jnp.einsum("bgie,bje->bgij", seen, v, preferred_element_type=dtype)
     (ds,) = pulled((p * (dp - correction[..., None])).astype(z.dtype))
-    ds = ds.astype(q.dtype)
+    ds, p = ds.astype(q.dtype), p.astype(seen.dtype)
     return (
         dq + jnp.einsum("bgij,bjd->bgid", ds, k, preferred_element_type=dtype),
         dk + jnp.einsum("bnj,bnd->bjd", _as_rows(ds), _as_rows(q), preferred_element_type=dtype),
-        dv
-        + jnp.einsum(
-            "bnj,bne->bje", _as_rows(p.astype(seen.dtype)), _as_rows(seen), preferred_element_type=dtype
-        ),
+        dv + jnp.einsum("bnj,bne->bje", _as_rows(p), _as_rows(seen), preferred_element_type=dtype),
     )
 
 

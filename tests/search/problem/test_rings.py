@@ -50,7 +50,7 @@ def test_keys_and_values_go_round_once_and_their_gradients_come_home(num_devices
 
 @pytest.mark.parametrize(("num_devices", "times"), [(2, 1), (4, 2), (8, 2)])
 def test_a_zigzag_also_exchanges_halves(num_devices, times):
-    """Of two devices each keeps one: pieces 0 and 1 and 2 and 3 become 0 and 3 and 2 and 1."""
+    """Each of two devices keeps one piece: 0 and 1 on the one, 2 and 3 on the other become 0 and 3, 2 and 1."""
     rows, heads = LENGTH // num_devices, {"q": HEADS, "k": KEY_HEADS}
     sent = on_ring(ops_of("causal"), FORWARD, num_devices).messages(1.0).sent
     halves = [(times, rows // 2 * n * CHANNELS * 2) for n in (heads["q"], heads["k"], heads["k"], heads["q"])]

@@ -443,7 +443,7 @@ def test_of_sums_of_converted_terms_it_is_known_what_these_were(dtype, terms):
 
 @pytest.mark.parametrize(("initial", "num_reductions"), [(0.0, 1), (1.0, 4)])
 def test_a_number_that_a_loop_only_adds_up_from_zero_is_reduced_once_behind_it(initial, num_reductions):
-    """As a loss in microbatches: XLA, `while_loop_all_reduce_code_motion.cc`."""
+    """A loss in microbatches is such a number. Source: XLA, `while_loop_all_reduce_code_motion.cc`."""
 
     def body(total, part):
         return total + jnp.sum(jnp.sin(part)), None
