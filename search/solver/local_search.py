@@ -6,6 +6,7 @@ Single-node moves are among the pairs. The descent ends with the first pass that
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import isfinite
 
 import numpy as np
@@ -34,6 +35,8 @@ def descend(
     price_s: float,
     start: Labels,
     clock: SearchClock = PROCESSOR,
+    *,
+    is_optimum: bool = False,
 ) -> Labels:
     """A pairwise local optimum of cost + price_s * overflowing bytes, no worse than `start`.
 
@@ -44,8 +47,12 @@ def descend(
       price_s: seconds a byte over the limit.
       start: the first assignment; it may overflow.
       clock: counts the time spent.
+      is_optimum: whether `start` is a local optimum at a lower price, or without some of the rows that it overflows. Then
+        the first moves are those of nodes in overflowing rows: no other move lowers the overflow, and a higher price makes
+        none of them better.
     """
-    return _Descent(problem, rows, limit_bytes, price_s, start, clock).run()
+    descent = _Descent(problem, rows, limit_bytes, price_s, start, clock)
+    return descent.run(descent.overflowing() if is_optimum else set(range(len(start))))
 
 
 class _Descent:
@@ -62,28 +69,29 @@ class _Descent:
     ):
         self.clock = clock
         self.problem, self.price_s, self.labels = problem, price_s, list(start)
-        self.over = [row.total_bytes(start) - limit_bytes for row in rows]
-        self.bytes: list[dict[int, np.ndarray]] = [{} for _ in problem.node_cost_s]
-        for index, row in enumerate(rows):
-            for node, per_label in row.bytes:
-                if np.ptp(per_label):
-                    self.bytes[node][index] = per_label
+        self.over = np.array([row.total_bytes(start) for row in rows]) - limit_bytes
+        self.bytes = _dense(problem, rows)
+        self.has_row = [num_bytes.max(axis=1) > num_bytes.min(axis=1) for num_bytes in self.bytes]
         self.neighbours: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.node_cost_s]
         for edge in problem.edges:
             self.neighbours[edge.u].append((edge.v, edge.cost_s.T))
             self.neighbours[edge.v].append((edge.u, edge.cost_s))
 
-    def run(self) -> Labels:
-        """Passes over the edges; after the first pass, only over edges at or beside a changed node."""
-        changed = set(range(len(self.labels)))
+    def overflowing(self) -> set[int]:
+        """The nodes in overflowing rows."""
+        over = self.over > 0
+        return {node for node, has_row in enumerate(self.has_row) if np.any(has_row & over)}
+
+    def run(self, around: set[int]) -> Labels:
+        """Passes over the edges at some nodes; after the first pass, over those at or beside a changed node."""
         for _ in range(MAX_PASSES):
-            around = changed | {other for node in sorted(changed) for other, _ in self.neighbours[node]}
             changed = set[int]()
             for edge in self.problem.edges:
                 if edge.u in around or edge.v in around:
                     changed |= self._move(edge)
             if not changed:
                 break
+            around = changed | {other for node in sorted(changed) for other, _ in self.neighbours[node]}
         return tuple(self.labels)
 
     def _move(self, edge: Edge) -> set[int]:
@@ -94,29 +102,30 @@ class _Descent:
             return set()
         old = self.labels[u], self.labels[v]
         cost = edge.cost_s + self._cost(u, v)[:, None] + self._cost(v, u)
-        changes = {
-            row: (self._change(u, row), self._change(v, row)) for row in (self.bytes[u] | self.bytes[v])
-        }
-        self._spend(edge, len(changes))
-        for row, (by_u, by_v) in changes.items():
-            if self.over[row] + by_u.max() + by_v.max() > 0:
-                cost += self.price_s * np.maximum(self.over[row] + by_u[:, None] + by_v, 0.0)
+        rows = (self.has_row[u] | self.has_row[v]).nonzero()[0]
+        self._spend(edge, len(rows))
+        by_u, by_v = self._changes(u, rows), self._changes(v, rows)
+        if rows.size:
+            most = self.over[rows] + by_u.max(axis=1) + by_v.max(axis=1)
+            if (tight := (most > 0).nonzero()[0]).size:
+                before = self.over[rows[tight], None, None]
+                after = before + by_u[tight, :, None] + by_v[tight, None, :]
+                cost += self.price_s * np.maximum(after, 0.0).sum(axis=0)
         best = divmod(int(cost.argmin()), cost.shape[1])
         if not cost[best] < _worth_s(float(cost[old])):
             return set()
         self.labels[u], self.labels[v] = best
-        for row, (by_u, by_v) in changes.items():
-            self.over[row] += float(by_u[best[0] % len(by_u)] + by_v[best[1] % len(by_v)])
+        self.over[rows] += by_u[:, best[0]] + by_v[:, best[1]]
         return {node for node, new, before in zip((u, v), best, old, strict=True) if new != before}
 
     def _spend(self, edge: Edge, num_rows: int) -> None:
         num_terms = len(self.neighbours[edge.u]) + len(self.neighbours[edge.v])
         self.clock.spend(MOVE_S + TERM_S * num_terms + ROW_S * num_rows + ENTRY_S * edge.cost_s.size)
 
-    def _change(self, node: int, row: int) -> np.ndarray:
-        """Bytes that each label adds to a row, against the present label; a single 0 if the row lacks the node."""
-        per_label = self.bytes[node].get(row)
-        return np.zeros(1) if per_label is None else per_label - per_label[self.labels[node]]
+    def _changes(self, node: int, rows: np.ndarray) -> np.ndarray:
+        """Bytes that each label adds to some rows, against the present label."""
+        num_bytes = self.bytes[node][rows]
+        return num_bytes - num_bytes[:, self.labels[node], None]
 
     def _cost(self, node: int, without: int) -> np.ndarray:
         """A node's cost per label: its own and its edges to all neighbours but one."""
@@ -125,6 +134,17 @@ class _Descent:
             if other != without:
                 cost = cost + between[self.labels[other]]
         return cost
+
+
+def _dense(problem: Problem, rows: Sequence[MemoryConstraint]) -> list[np.ndarray]:
+    """Each node's bytes, by row and label."""
+    stops = list(accumulate(len(cost_s) for cost_s in problem.node_cost_s))
+    columns = [slice(stop - len(cost_s), stop) for stop, cost_s in zip(stops, problem.node_cost_s, strict=True)]
+    whole = np.zeros((len(rows), sum(len(cost_s) for cost_s in problem.node_cost_s)))
+    for row, into in zip(rows, whole, strict=True):
+        for node, per_label in row.bytes:
+            into[columns[node]] = per_label
+    return [whole[:, of_node] for of_node in columns]
 
 
 def _worth_s(cost_s: float) -> float:
