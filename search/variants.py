@@ -5,7 +5,7 @@ of them gathers parameters anew. Arguments in host memory leave the device, and 
 own, with its own shardings and its own recomputation, so to search one takes seconds. They are estimated from the fastest
 uncapped strategies of the undivided step:
 
-    memory   = arguments on the device + activations / microbatches
+    memory   = arguments on the device + undivided temporaries + activations / microbatches
     seconds  = the uncapped step + those that microbatches add + visible copies + recomputation
 
 Recomputation must save the memory beyond the cap. Its seconds are those of the cheapest candidate of the undivided step that
@@ -88,6 +88,7 @@ class Variants:
       left: the variants.
       added_s: seconds that each microbatch of few added, by kinds in host memory.
       excess: needed memory of activations over its estimate.
+      undivided_bytes: memory that neither is of arguments nor shrinks with microbatches.
       slowness: seconds of recomputation over their estimate.
       too_large: the variants of which nothing fitted.
     """
@@ -103,6 +104,7 @@ class Variants:
     left: list[Variant]
     added_s: dict[tuple[str, ...], float] = field(default_factory=dict)
     excess: float = 1.0
+    undivided_bytes: float = 0.0
     slowness: float = 1.0
     too_large: list[Variant] = field(default_factory=list)
 
@@ -179,12 +181,16 @@ class Variants:
     def missed(self, variant: Variant, nearest: Found | None) -> None:
         """Notes that nothing fitted, and the strategies that came nearest, if any were found."""
         self.too_large.append(variant)
-        known_bytes, batch_bytes = self._argument_bytes(variant), self._least_batch_bytes(variant)
+        needed_bytes = nearest.peak.num_bytes if nearest else (1 + MISSES_BY) * self.cap_bytes
+        activation_bytes, batch_bytes = needed_bytes - self._argument_bytes(variant), self._least_batch_bytes(variant)
+        if variant.microbatches == 1:
+            excess = max(activation_bytes, 0.0) / max(batch_bytes, 1.0)
+            self.excess = excess if nearest else max(self.excess, excess)
+        else:
+            undivided_bytes = activation_bytes - self.excess * batch_bytes
+            self.undivided_bytes = max(self.undivided_bytes, undivided_bytes)
         if nearest is None:
-            missed_bytes = (1 + MISSES_BY) * self.cap_bytes - known_bytes
-            self.excess = max(self.excess, missed_bytes / max(batch_bytes, 1.0))
             return
-        self.excess = max(nearest.peak.num_bytes - known_bytes, 0.0) / max(batch_bytes, 1.0)
         most = max(self.savings, key=lambda one: (one.num_bytes, -one.seconds), default=None)
         if nearest.step_problem.sites and most and most.seconds > 0:
             again_s = nearest.cost_s - self._uncapped_s(variant)
@@ -214,7 +220,7 @@ class Variants:
         if any(variant.needs_no_less_than(one) for one in self.too_large):
             return math.inf
         share = self.excess / variant.microbatches
-        needed_bytes = self._argument_bytes(variant) + share * self.batch_bytes
+        needed_bytes = self._argument_bytes(variant) + self.undivided_bytes + share * self.batch_bytes
         missing_bytes = needed_bytes - (1 + slack) * self.cap_bytes
         enough = (one.seconds for one in self.savings if share * one.num_bytes >= missing_bytes)
         again_s = 0.0 if missing_bytes <= 0 else self.slowness * min(enough, default=math.inf)
@@ -248,4 +254,5 @@ class Variants:
 
     def least_bytes(self, variant: Variant) -> float:
         """Estimated memory with the most recomputation."""
-        return self._argument_bytes(variant) + self.excess * self._least_batch_bytes(variant)
+        activation_bytes = self.undivided_bytes + self.excess * self._least_batch_bytes(variant)
+        return self._argument_bytes(variant) + activation_bytes

@@ -388,19 +388,18 @@ class _Search:
         cheapest_s = self.opening.least_s if self.opening.least_s < np.inf else 0.0
         least_s = LEAST_REPAIR * abs(cheapest_s) / self.planes.unit_bytes
         price_s = max(2.0 * float(part.prices_s.max(initial=0.0)), least_s)
-        for number in range(MAX_REPAIRS):
-            labels = self._descended(part, labels, price_s, is_optimum=number > 0)
+        for _ in range(MAX_REPAIRS):
+            labels = self._descended(part, labels, price_s)
             if not self.planes.fits(labels):
                 price_s = 4.0 * price_s
             elif not self._offer(labels):
                 return
 
-    def _descended(self, part: Relaxation, labels: Labels, price_s: float, *, is_optimum: bool) -> Labels:
+    def _descended(self, part: Relaxation, labels: Labels, price_s: float) -> Labels:
         trws = part.trws
         rows = [restricted_row(row, trws.kept) for row in self.planes.rows]
-        rest, start = trws.rest(), trws.renumbered(labels)
-        found = descend(rest, rows, self.limit_bytes, price_s, start, self.clock, is_optimum=is_optimum)
-        return trws.original(found)
+        start = trws.renumbered(labels)
+        return trws.original(descend(trws.rest(), rows, self.limit_bytes, price_s, start, self.clock))
 
     def _offer(self, labels: Labels) -> bool:
         """Makes an assignment the incumbent if it is better and fits; returns True if it overflowed new rows."""

@@ -35,8 +35,6 @@ def descend(
     price_s: float,
     start: Labels,
     clock: SearchClock = PROCESSOR,
-    *,
-    is_optimum: bool = False,
 ) -> Labels:
     """A pairwise local optimum of cost + price_s * overflowing bytes, no worse than `start`.
 
@@ -47,12 +45,8 @@ def descend(
       price_s: seconds a byte over the limit.
       start: the first assignment; it may overflow.
       clock: counts the time spent.
-      is_optimum: whether `start` is a local optimum at a lower price, or without some of the rows that it overflows. Then
-        the first moves are those of nodes in overflowing rows: no other move lowers the overflow, and a higher price makes
-        none of them better.
     """
-    descent = _Descent(problem, rows, limit_bytes, price_s, start, clock)
-    return descent.run(descent.overflowing() if is_optimum else set(range(len(start))))
+    return _Descent(problem, rows, limit_bytes, price_s, start, clock).run()
 
 
 class _Descent:
@@ -77,21 +71,17 @@ class _Descent:
             self.neighbours[edge.u].append((edge.v, edge.cost_s.T))
             self.neighbours[edge.v].append((edge.u, edge.cost_s))
 
-    def overflowing(self) -> set[int]:
-        """The nodes in overflowing rows."""
-        over = self.over > 0
-        return {node for node, has_row in enumerate(self.has_row) if np.any(has_row & over)}
-
-    def run(self, around: set[int]) -> Labels:
-        """Passes over the edges at some nodes; after the first pass, over those at or beside a changed node."""
+    def run(self) -> Labels:
+        """Passes over the edges; after the first pass, only over edges at or beside a changed node."""
+        changed = set(range(len(self.labels)))
         for _ in range(MAX_PASSES):
+            around = changed | {other for node in sorted(changed) for other, _ in self.neighbours[node]}
             changed = set[int]()
             for edge in self.problem.edges:
                 if edge.u in around or edge.v in around:
                     changed |= self._move(edge)
             if not changed:
                 break
-            around = changed | {other for node in sorted(changed) for other, _ in self.neighbours[node]}
         return tuple(self.labels)
 
     def _move(self, edge: Edge) -> set[int]:

@@ -78,12 +78,20 @@ def near(needed_bytes, seconds=0.0, recomputes=False):
 
 
 def test_the_memory_of_activations_that_missed_the_cap_corrects_all_others():
-    found = variants(9.5)
+    found = variants(9)
     assert found.seconds(Variant(4)) < math.inf
-    found.missed(Variant(2), near(12 * GIB))  # 8 GiB, and 4 where 2 were estimated
-    assert found.seconds(Variant(4)) == math.inf  # 8 GiB, and 2
+    found.missed(Variant(1), near(14 * GIB))  # 8 GiB of arguments, and 6 where 4 were estimated
+    assert found.seconds(Variant(4)) == math.inf  # 8 GiB, and 1.5
     assert found.seconds(Variant(8)) == pytest.approx(1.3 + SECOND_ADDS * (1 + 6 * SLOPE_SHARE))
-    assert found.seconds(Variant(4, STATE)) == variants(9.5).seconds(Variant(4, STATE))
+    assert found.seconds(Variant(8, STATE)) == variants(9).seconds(Variant(8, STATE))
+
+
+def test_memory_that_microbatches_left_over_is_divided_by_no_number_of_them():
+    found = variants(9.5)
+    assert found.seconds(Variant(8)) < math.inf
+    found.missed(Variant(2), near(12 * GIB))  # 8 GiB of arguments, and 4 where 2 were estimated
+    assert found.seconds(Variant(8)) == math.inf  # 8 GiB, 2, and 0.5
+    assert found.seconds(Variant(8, STATE)) < math.inf  # 4.5 GiB, 2, and 1
 
 
 def test_arguments_that_alone_seem_too_large_leave_no_estimate():
@@ -95,7 +103,7 @@ def test_arguments_that_alone_seem_too_large_leave_no_estimate():
 
 def test_a_variant_that_needs_no_less_memory_than_one_that_missed_has_no_estimate():
     found = variants(16)
-    found.missed(Variant(2, STATE), None)
+    found.missed(Variant(2, STATE), near(8 * GIB))
     larger = [Variant(1), Variant(2), Variant(1, STATE), Variant(2, STATE)]
     assert [found.seconds(one) for one in larger] == [math.inf] * 4
     assert max(found.seconds(Variant(4)), found.seconds(Variant(4, STATE))) < math.inf

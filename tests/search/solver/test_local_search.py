@@ -42,21 +42,6 @@ def test_it_ends_no_higher_than_it_starts_where_no_pair_can_move(data):
 
 
 @given(st.data())
-def test_an_optimum_at_a_lower_price_with_fewer_rows_moves_on_to_one(data):
-    problem, rows, limit_bytes = data.draw(limited_problems())
-    price_s, start = data.draw(PRICES_S), data.draw(assignments(problem))
-    whole = merged(problem)
-    before = descend(whole, rows[::2], limit_bytes, price_s, start)
-    known = [row for i, row in enumerate(rows) if i % 2 == 0 or row.total_bytes(before) > limit_bytes]
-    end = descend(whole, known, limit_bytes, 4 * price_s, before, is_optimum=True)
-    table = every_priced_s(problem, known, limit_bytes, 4 * price_s)
-    assert table[end] <= table[before]
-    for edge in whole.edges:
-        best_s = table[around(end, edge)].min()
-        assert table[end] <= best_s * (1 + 1e-9) or table[end] == best_s == np.inf
-
-
-@given(st.data())
 def test_a_dear_price_keeps_what_fits_fitting(data):
     problem, rows, limit_bytes = data.draw(limited_problems(forbidden=False))
     start = data.draw(assignments(problem))
