@@ -182,7 +182,10 @@ class Variants:
         """Notes that nothing fitted, and the strategies that came nearest, if any were found."""
         self.too_large.append(variant)
         needed_bytes = nearest.peak.num_bytes if nearest else (1 + MISSES_BY) * self.cap_bytes
-        activation_bytes, batch_bytes = needed_bytes - self._argument_bytes(variant), self._least_batch_bytes(variant)
+        activation_bytes, batch_bytes = (
+            needed_bytes - self._argument_bytes(variant),
+            self._least_batch_bytes(variant),
+        )
         if variant.microbatches == 1:
             excess = max(activation_bytes, 0.0) / max(batch_bytes, 1.0)
             self.excess = excess if nearest else max(self.excess, excess)

@@ -129,7 +129,9 @@ class _Descent:
 def _dense(problem: Problem, rows: Sequence[MemoryConstraint]) -> list[np.ndarray]:
     """Each node's bytes, by row and label."""
     stops = list(accumulate(len(cost_s) for cost_s in problem.node_cost_s))
-    columns = [slice(stop - len(cost_s), stop) for stop, cost_s in zip(stops, problem.node_cost_s, strict=True)]
+    columns = [
+        slice(stop - len(cost_s), stop) for stop, cost_s in zip(stops, problem.node_cost_s, strict=True)
+    ]
     whole = np.zeros((len(rows), sum(len(cost_s) for cost_s in problem.node_cost_s)))
     for row, into in zip(rows, whole, strict=True):
         for node, per_label in row.bytes:
