@@ -1,4 +1,10 @@
-"""Workspace memory of kernels: cuBLAS and cuDNN allocate it beside operands and results."""
+"""Workspace memory of kernels, and the copies of operands that libraries read.
+
+cuBLAS has a workspace of a fixed size beside each product's operands and results. A convolution has none: XLA writes its
+call with `u8[0]` (`ConvRewriter`), for all kinds, types, GPUs and sizes. Only the autotuner resizes that buffer
+(`ConvAlgorithmPicker`), to the workspace of the fastest algorithm. The autotuner measures on the device, so that workspace
+is not known before.
+"""
 
 from math import prod
 from typing import Any
@@ -40,10 +46,8 @@ class Workspaces:
             op_class = self.paths.folded.class_of[i]
             strategy = self.paths.chosen[self.paths.graph.node_of[op_class]]
             return self.paths.costed.attentions(op_class)[strategy].workspace_bytes
-        if self.device.name == "CPU":
+        if self.device.name == "CPU" or op.name == CONVOLUTION:
             return 0.0
-        if op.name == CONVOLUTION:
-            return WORKSPACE_BYTES
         if (
             op.op is None
             or not self.paths.folded.is_heavy[self.paths.folded.class_of[i]]
