@@ -265,3 +265,15 @@ def test_an_operand_is_copied_where_a_devices_part_of_it_lies_otherwise_than_wan
     products = [(i, op) for i, op in enumerate(found.paths.program.ops) if op.name == "dot_general"]
     copies = [found.copied_as(i, n) for i, op in products for n in range(len(op.operands))]
     assert any(copies) == is_copied
+
+
+def pooled(x):
+    window, strides = (1, 3, 3, 1), (1, 2, 2, 1)
+    y, back = jax.vjp(lambda x: lax.reduce_window(jnp.sin(x), -jnp.inf, lax.max, window, strides, "SAME"), x)
+    return back(jnp.cos(y))
+
+
+def test_the_gradient_of_a_max_pooling_keeps_the_place_of_each_result():
+    images = array(4, 64, 64, 64)  # 4 x 32 x 32 x 64 results, in 4 dimensions
+    assert of_ops("select_and_scatter_add", pooled, images) == [4]
+    assert of_ops("select_and_scatter_add", pooled, images, mesh=4, x=P("data")) == [1]
