@@ -34,11 +34,12 @@ from autoshard.search.ir.attention.layout import QUERY
 from autoshard.search.ir.attention.op import BACKWARD, FORWARD, applied
 from autoshard.search.ir.attention.ring import Ring, ring_over
 from autoshard.search.ir.factors import Rule, rule_for
+from autoshard.search.ir.factors.reduction import POOLING_GRADIENT
 from autoshard.search.ir.graph import Op, Value
 from autoshard.search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
 from autoshard.search.plan.named_sums import LOOK_UP
 
-CONVOLUTION, POOLING_GRADIENT = "conv_general_dilated", "select_and_scatter_add"
+CONVOLUTION = "conv_general_dilated"
 
 Specs = Sequence[PartitionSpec]
 

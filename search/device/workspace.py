@@ -1,9 +1,19 @@
-"""Workspace memory of kernels: cuBLAS and cuDNN allocate it beside operands and results."""
+"""Workspace memory of kernels, and the copies of operands that libraries read.
+
+cuBLAS has a workspace of a fixed size beside each product's operands and results. A convolution has none: XLA writes its
+call with `u8[0]` (`ConvRewriter`), for all kinds, types, GPUs and sizes. Only the autotuner resizes that buffer
+(`ConvAlgorithmPicker`), to the workspace of the fastest algorithm. The autotuner measures on the device, so that workspace
+is not known before.
+
+The gradient of a max pooling is written as two kernels: one finds the place of each window's largest element, the next one
+scatters there (`SelectAndScatterExpander`). The places are a workspace: one index array for each dimension.
+"""
 
 from math import prod
 from typing import Any
 
 from autoshard.cost_model.xla.gpu_targets import is_hopper_or_later
+from autoshard.search.ir.factors.reduction import POOLING_GRADIENT
 from autoshard.search.ir.spec import shard_shape
 from autoshard.search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
 from autoshard.search.problem.flat_program import FlatOp
@@ -18,6 +28,9 @@ WORKSPACE_BYTES = 4 * 2**20
 SLICED_WORKSPACE_BYTES = 32 * 2**20
 """Workspace of a matrix product that reads a slice in place. Source: XLA:GPU on Hopper, cuBLAS's recommended workspace."""
 
+
+INDEX_BYTES = 4
+"""Size of an index. Source: XLA, `SelectAndScatterExpander` (`s32`)."""
 
 MERGED_BYTES = 64 * 2**20
 """Products that move no more are merged with others that share an operand. Source: XLA,
@@ -40,10 +53,10 @@ class Workspaces:
             op_class = self.paths.folded.class_of[i]
             strategy = self.paths.chosen[self.paths.graph.node_of[op_class]]
             return self.paths.costed.attentions(op_class)[strategy].workspace_bytes
-        if self.device.name == "CPU":
+        if self.device.name == "CPU" or op.name == CONVOLUTION:
             return 0.0
-        if op.name == CONVOLUTION:
-            return WORKSPACE_BYTES
+        if op.name == POOLING_GRADIENT:
+            return self._places_bytes(i)
         if (
             op.op is None
             or not self.paths.folded.is_heavy[self.paths.folded.class_of[i]]
@@ -52,6 +65,14 @@ class Workspaces:
             return 0.0
         is_sliced = any(self._is_sliced(i, operand) for operand in range(len(op.operands)))
         return SLICED_WORKSPACE_BYTES if is_sliced and self.is_hopper else WORKSPACE_BYTES
+
+    def _places_bytes(self, i: int) -> float:
+        """Bytes per device of the places from which a max pooling took its results."""
+        pooled = self.paths.program.ops[i].operands[0]
+        spec = self.paths.spec(self.paths.graph.ports[self.paths.folded.class_of[i], 0, False])
+        shape = self.paths.program.values[pooled].shape
+        mesh = self.paths.costed.resharder.mesh.shape
+        return float(INDEX_BYTES * len(shape) * prod(shard_shape(spec, shape, mesh)))
 
     def _is_sliced(self, i: int, operand: int) -> bool:
         """Whether an op reads a part of a larger array in place: a loop's part of a stack, or of a merged product."""

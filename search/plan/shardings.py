@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.search.ir.factors import Kind
+from autoshard.search.ir.factors.reduction import POOLING_GRADIENT
 from autoshard.search.ir.sharding import OperandReshard, Place, StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from autoshard.search.plan.barrier_terms import barrier_terms
@@ -38,9 +39,6 @@ from autoshard.search.problem.reshard_paths import ReshardPaths
 
 ON_SHARDS = frozenset({"top_k"})
 """Ops that are applied shard by shard, besides kernels written by hand (see `executors.kernels`)."""
-
-POOLING_GRADIENT = "select_and_scatter_add"
-"""An op that is applied shard by shard where it has halos that the program exchanges by name."""
 
 
 def step_sharding(costed: CostedGraph, chosen: Sequence[int]) -> StepSharding:
@@ -101,6 +99,7 @@ class _Spelling:
         """The specs in which an op that is applied shard by shard reads its operands; nothing for other ops."""
         specs = [self.paths.spec(self.graph.ports[op_class, i, False]) for i in range(len(op.operands))]
         is_split = op.rule.is_on_shards or (op.name in ON_SHARDS and self._splits_evenly(op, specs))
+        # applied shard by shard where the program exchanges its halos by name
         is_split |= op.name == POOLING_GRADIENT and has_named_halos(op, specs)
         if not is_split and self.named_sums.keys().isdisjoint(op.results):
             return {}

@@ -112,6 +112,9 @@ def _along_axis(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any])
     return (params["axis"],)
 
 
+POOLING_GRADIENT = "select_and_scatter_add"
+"""The gradient of a max pooling."""
+
 RULES: dict[str, RuleFn] = {
     "reduce_sum": reduction(Kind.SUM, is_additive=True),
     **dict.fromkeys(("reduce_max", "reduce_min", "reduce_prod"), reduction(Kind.REDUCE)),
@@ -123,6 +126,6 @@ RULES: dict[str, RuleFn] = {
     "cumlogsumexp": mixing(_along_axis, flops_per_point=TRANSCENDENTAL),
     "reduce_window_sum": windowed(Halos.OF_OPERAND, is_additive=True),
     **dict.fromkeys(("reduce_window_max", "reduce_window_min"), windowed(Halos.OF_OPERAND)),
-    "select_and_scatter_add": windowed(Halos.OF_SCATTER),
+    POOLING_GRADIENT: windowed(Halos.OF_SCATTER),
     **dict.fromkeys(("reduce_window", "select_and_scatter", "select_and_gather_add"), windowed(Halos.NONE)),
 }
