@@ -11,10 +11,11 @@ uncapped strategies of the undivided step:
 Recomputation must save the memory beyond the cap. Its seconds are those of the cheapest candidate of the undivided step that
 saves so much. A variant for which no candidate saves enough has no estimate; those that need less memory come first.
 
-Each search of a variant corrects the estimates of the others. If nothing fitted, by the memory that its activations needed
-and by the seconds that recomputation took; a variant that needs no less memory has no estimate then, either. If something
-fitted, by the seconds that its microbatches added. These are estimates, not bounds: they order variants, and end the search
-if none promises a faster plan. The certificate of a plan says nothing of other variants.
+Each search of a variant corrects the estimates of the others. A miss in one microbatch corrects the memory of activations.
+A miss in several shows undivided temporaries: gathered weights and gradients, which are as large in each microbatch.
+Seconds of recomputation are corrected, and a variant that needs no less memory has no estimate any more. If something
+fitted, its microbatches' seconds are corrected. These are estimates, not bounds: they order variants, and end the search if
+none promises a faster plan. The certificate of a plan says nothing of other variants.
 """
 
 import math
