@@ -89,7 +89,7 @@ class Variants:
       left: the variants.
       added_s: seconds that each microbatch of few added, by kinds in host memory.
       excess: needed memory of activations over its estimate.
-      undivided_bytes: memory that neither is of arguments nor shrinks with microbatches.
+      undivided_bytes: memory besides the arguments that microbatches do not divide.
       slowness: seconds of recomputation over their estimate.
       too_large: the variants of which nothing fitted.
     """
@@ -183,10 +183,8 @@ class Variants:
         """Notes that nothing fitted, and the strategies that came nearest, if any were found."""
         self.too_large.append(variant)
         needed_bytes = nearest.peak.num_bytes if nearest else (1 + MISSES_BY) * self.cap_bytes
-        activation_bytes, batch_bytes = (
-            needed_bytes - self._argument_bytes(variant),
-            self._least_batch_bytes(variant),
-        )
+        activation_bytes = needed_bytes - self._argument_bytes(variant)
+        batch_bytes = self._least_batch_bytes(variant)
         if variant.microbatches == 1:
             excess = max(activation_bytes, 0.0) / max(batch_bytes, 1.0)
             self.excess = excess if nearest else max(self.excess, excess)

@@ -6,7 +6,7 @@ Single-node moves are among the pairs. The descent ends with the first pass that
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import isfinite
 
 import numpy as np
@@ -128,11 +128,9 @@ class _Descent:
 
 def _dense(problem: Problem, rows: Sequence[MemoryConstraint]) -> list[np.ndarray]:
     """Each node's bytes, by row and label."""
-    stops = list(accumulate(len(cost_s) for cost_s in problem.node_cost_s))
-    columns = [
-        slice(stop - len(cost_s), stop) for stop, cost_s in zip(stops, problem.node_cost_s, strict=True)
-    ]
-    whole = np.zeros((len(rows), sum(len(cost_s) for cost_s in problem.node_cost_s)))
+    stops = list(accumulate((len(cost_s) for cost_s in problem.node_cost_s), initial=0))
+    columns = [slice(*ends) for ends in pairwise(stops)]
+    whole = np.zeros((len(rows), stops[-1]))
     for row, into in zip(rows, whole, strict=True):
         for node, per_label in row.bytes:
             into[columns[node]] = per_label

@@ -1,4 +1,4 @@
-"""Memory of convolutions: their calls of cuDNN have no workspace, as XLA's GPU compiler writes them."""
+"""Memory of convolutions and poolings, as XLA's GPU compiler writes them."""
 
 import re
 
@@ -55,3 +55,18 @@ def test_no_convolution_has_a_workspace(gpu):
         kinds = {kind: workspace for workspace, kind in CALL.findall(compiled.text)}
         assert {FORWARD, KERNELS} <= kinds.keys() <= {FORWARD, KERNELS, IMAGES}, case
         assert set(kinds.values()) == {"u8[0]"}, case
+
+
+@pytest.mark.parametrize(("window", "stride"), [(2, 2), (3, 2), (3, 1)])
+def test_the_gradient_of_a_max_pooling_keeps_an_index_for_each_dimension(window, stride):
+    def step(x):
+        windows, strides = (1, window, window, 1), (1, stride, stride, 1)
+        y, back = jax.vjp(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, windows, strides, "SAME"), x)
+        return back(jnp.cos(y))
+
+    images = jax.ShapeDtypeStruct((4, 64, 64, 32), jnp.float32)
+    job = Job(module_bytes(lower(jax.jit(step), (images,))), parse_cluster("1xH100-80GB"))
+    (compiled,) = compile_all_apart([job])
+    size = 64 // stride
+    (places,) = re.findall(r"= \((f32\[[^()]*)\) fusion\(", re.sub(r"\{[^{}]*\}", "", compiled.text))
+    assert places.count(f"s32[4,{size},{size},32]") == 4
