@@ -10,7 +10,7 @@ counts the difference for all values that are larger under the strategies that i
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -186,7 +186,31 @@ class Memory:
                 add(item.port, item.num_bytes * self._shares[i])
             if item.source is not None and i in larger:
                 add(item.source, -item.num_bytes * self.costed.shares(item.source))
-        return MemoryConstraint(f"op {at}", tuple(sorted(total.items(), key=lambda one: one[0])), 0.0)
+        in_order = tuple(sorted(total.items(), key=lambda one: one[0]))
+        return MemoryConstraint(f"op {at}", in_order, 0.0, partial(self.row_near, at))
+
+    def row_near(self, at: int, chosen: Sequence[int]) -> MemoryConstraint:
+        """The memory in use at one program point near some strategies: exact for them, and for all that differ in one
+        node."""
+        start, end, _, _ = self._stretches
+        total, fixed_bytes = dict[int, np.ndarray](), 0.0
+
+        def add(port: Port, num_bytes: np.ndarray) -> None:
+            total[port.node] = total[port.node] + num_bytes if port.node in total else num_bytes
+
+        for i in np.flatnonzero((start <= at) & (at <= end)).tolist():
+            item = self.items[i]
+            own = item.num_bytes * self._shares[i]
+            if item.source is None:
+                add(item.port, own)
+                continue
+            others = item.num_bytes * self.costed.shares(item.source)
+            own_bytes, other_bytes = own[chosen[item.port.node]], others[chosen[item.source.node]]
+            add(item.port, np.maximum(own - other_bytes, 0.0))
+            add(item.source, np.maximum(own_bytes - others, 0.0))
+            fixed_bytes -= max(own_bytes - other_bytes, 0.0)
+        in_order = tuple(sorted(total.items(), key=lambda one: one[0]))
+        return MemoryConstraint(f"op {at}", in_order, fixed_bytes)
 
     def row_of(self, peak: Peak, chosen: Sequence[int]) -> MemoryConstraint:
         """The memory at the peak of a device's kernels under these strategies: the bytes that the rows know; those

@@ -41,7 +41,7 @@ from autoshard.search.solver.milp import solve_milp
 from autoshard.search.solver.min_peak import SmallestPeak, minimise_peak, smallest_peak
 from autoshard.search.solver.neighbourhoods import reoptimised
 from autoshard.search.solver.opening import Opening
-from autoshard.search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem, restricted_row
+from autoshard.search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem, near, restricted_row
 from autoshard.search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
 
 __all__ = [
@@ -283,10 +283,9 @@ class _Search:
     def _improve_within(self, labels: Labels) -> None:
         """Descends from an assignment that fits and offers the local optimum; repeats while that overflows new rows."""
         for _ in range(MAX_REPAIRS):
-            rows = self.planes.rows
-            if not self._offer(
-                descend(self.problem, rows, self.limit_bytes, PROHIBITIVE_S, labels, self.clock)
-            ):
+            rows = near(self.planes.rows, labels)
+            better = descend(self.problem, rows, self.limit_bytes, PROHIBITIVE_S, labels, self.clock)
+            if not self._offer(better):
                 return
 
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:
@@ -384,12 +383,15 @@ class _Search:
             has_new_rows = answer.labels is not None and self._offer(part.trws.original(answer.labels))
 
     def _repair(self, part: Relaxation, labels: Labels) -> None:
-        """Descends from an assignment at ever higher prices of overflowing bytes, and offers each result that fits."""
+        """Descends from an assignment at ever higher prices of overflowing bytes, and offers each result that fits. Ends once
+        an assignment costs more than the incumbent: higher prices make it no cheaper."""
         cheapest_s = self.opening.least_s if self.opening.least_s < np.inf else 0.0
         least_s = LEAST_REPAIR * abs(cheapest_s) / self.planes.unit_bytes
         price_s = max(2.0 * float(part.prices_s.max(initial=0.0)), least_s)
         for _ in range(MAX_REPAIRS):
             labels = self._descended(part, labels, price_s)
+            if self.planes.of(labels)[0] >= self.cost_s:
+                return
             if not self.planes.fits(labels):
                 price_s = 4.0 * price_s
             elif not self._offer(labels):
@@ -397,7 +399,7 @@ class _Search:
 
     def _descended(self, part: Relaxation, labels: Labels, price_s: float) -> Labels:
         trws = part.trws
-        rows = [restricted_row(row, trws.kept) for row in self.planes.rows]
+        rows = [restricted_row(row, trws.kept) for row in near(self.planes.rows, labels)]
         start = trws.renumbered(labels)
         return trws.original(descend(trws.rest(), rows, self.limit_bytes, price_s, start, self.clock))
 

@@ -22,8 +22,10 @@ MOVE_S = 1e-5
 """Nominal seconds of one edge's move, besides the parts below. Source: `benchmarks/nominal_seconds.py`, for all of them."""
 TERM_S = 6e-7
 """Nominal seconds of a move for each neighbour of its nodes."""
-ROW_S = 5e-6
-"""Nominal seconds of a move for each row that contains one of its nodes."""
+ROWS_S = 1.5e-5
+"""Nominal seconds of a move, if rows contain one of its nodes."""
+ROW_S = 5e-7
+"""Nominal seconds of a move for each such row."""
 ENTRY_S = 3e-9
 """Nominal seconds of a move for each entry of its edge."""
 
@@ -110,7 +112,8 @@ class _Descent:
 
     def _spend(self, edge: Edge, num_rows: int) -> None:
         num_terms = len(self.neighbours[edge.u]) + len(self.neighbours[edge.v])
-        self.clock.spend(MOVE_S + TERM_S * num_terms + ROW_S * num_rows + ENTRY_S * edge.cost_s.size)
+        rows_s = ROWS_S + ROW_S * num_rows if num_rows else 0.0
+        self.clock.spend(MOVE_S + TERM_S * num_terms + rows_s + ENTRY_S * edge.cost_s.size)
 
     def _changes(self, node: int, rows: np.ndarray) -> np.ndarray:
         """Bytes that each label adds to some rows, against the present label."""

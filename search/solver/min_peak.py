@@ -14,7 +14,7 @@ import numpy as np
 from autoshard.search.solver.clock import NEVER, Deadline
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.milp import MilpResult, free_of_cost, solve_peak
-from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
+from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, near, restricted_row
 from autoshard.search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
 from autoshard.search.solver.trws import Trws
 
@@ -78,8 +78,8 @@ def minimise_peak(
             if peak_bytes < best_bytes:
                 best, best_bytes = labels, peak_bytes
             known |= {row.name: row for row in over[:ROWS_PER_ROUND]}
-            before, rows_known = labels, tuple(known.values())
-            labels = descend(free, rows_known, limit_bytes, 1.0, before, deadline.clock)
+            before = labels
+            labels = descend(free, near(known.values(), before), limit_bytes, 1.0, before, deadline.clock)
             if labels == before:
                 break
         if len(known) == num_known or is_late:

@@ -7,7 +7,7 @@ forbids. Memory comes as rows: at one point of the program the chosen labels' by
 limit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,15 +45,20 @@ class MemoryConstraint:
     All rows share one limit. A row with a limit of its own (the host's memory, say) adds the difference of the two
     limits to its `fixed_bytes`.
 
+    Where memory is no linear function of the labels, a row is a lower bound on it. Descents use its expansions instead.
+
     Attributes:
       name: the program point, for messages.
       bytes: (node, [labels of node] bytes), sorted by node.
       fixed_bytes: bytes in use under every choice of labels.
+      expansion: makes the memory at this point near an assignment: exact for it, and for all that differ in one node. None
+        if the row itself is exact.
     """
 
     name: str
     bytes: tuple[tuple[int, np.ndarray], ...]
     fixed_bytes: float
+    expansion: "Callable[[Labels], MemoryConstraint] | None" = None
 
     def __post_init__(self) -> None:
         nodes = [node for node, _ in self.bytes]
@@ -61,8 +66,9 @@ class MemoryConstraint:
 
     def scaled(self, factor: float) -> "MemoryConstraint":
         """This row for a limit of `factor` times its own."""
-        scaled = tuple((node, factor * per_label) for node, per_label in self.bytes)
-        return MemoryConstraint(f"{self.name}, scaled", scaled, factor * self.fixed_bytes)
+        scaled, near = tuple((node, factor * per_label) for node, per_label in self.bytes), self.expansion
+        expansion = near and (lambda labels: near(labels).scaled(factor))
+        return MemoryConstraint(f"{self.name}, scaled", scaled, factor * self.fixed_bytes, expansion)
 
     def total_bytes(self, labels: Sequence[int]) -> float:
         """The row's value under a full assignment."""
@@ -111,6 +117,17 @@ def merged(problem: Problem) -> Problem:
 
 def restricted_row(row: MemoryConstraint, kept: Sequence[np.ndarray]) -> MemoryConstraint:
     """A row on some of each node's labels, renumbered from 0."""
-    return MemoryConstraint(
-        row.name, tuple((node, per_label[kept[node]]) for node, per_label in row.bytes), row.fixed_bytes
-    )
+    per_label, near = tuple((node, num_bytes[kept[node]]) for node, num_bytes in row.bytes), row.expansion
+    expansion = near and (lambda labels: restricted_row(near(original(kept, labels)), kept))
+    return MemoryConstraint(row.name, per_label, row.fixed_bytes, expansion)
+
+
+def near(rows: Iterable[MemoryConstraint], labels: Labels) -> list[MemoryConstraint]:
+    """The memory at the rows' program points near an assignment. One expansion replaces all rows of a point."""
+    points = {row.name: row for row in rows}.values()
+    return [row.expansion(labels) if row.expansion else row for row in points]
+
+
+def original(kept: Sequence[np.ndarray], labels: Labels) -> Labels:
+    """An assignment of kept labels, from their numbers among these to the original ones."""
+    return tuple(int(k[label]) for k, label in zip(kept, labels, strict=True))
