@@ -1,7 +1,7 @@
 """The live ranges of a program's arrays on a device, before any mesh.
 
 Program order is taken as the schedule. `search.problem.fusion` says which values are arrays; a value that is computed
-on the fly keeps its fusion sources alive as long as it is used. An operand that is resharded for one reader is an array
+on the fly keeps its fusion sources alive as long as it is used. An operand that is resharded for a reader is an array
 of its own, until the reader's result is stored. State is donated: the new state is written over the old one, and a
 loop's sums over their earlier values. A loop's operands live to its end; a stack that it fills exists from its start. A
 `LiveRange` is a stretch of the program over which a node's strategy costs bytes.
@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import groupby
 
 from autoshard.search.ir.graph import Role
 from autoshard.search.problem import equivalence
@@ -62,8 +63,9 @@ class LiveRange:
       copy_source: for a copy: the range counts only under strategies with this source; None for other values.
       resident: kind of the array.
       position: the op that made the value, or reads it resharded.
-      source: for a value resharded for one reader, the port of the array that it comes from; only the bytes by which it
-        is larger than that array count.
+      source: for a value resharded for a reader, the port of the array that it comes from; only the bytes by which it is
+        larger than that array count.
+      others: for such a value, the ports of other readers at the time; the largest of all arrays counts.
     """
 
     port: Port
@@ -74,6 +76,7 @@ class LiveRange:
     resident: Resident
     position: int
     source: Port | None = None
+    others: tuple[Port, ...] = ()
 
 
 class LiveRanges:
@@ -292,17 +295,19 @@ class LiveRanges:
         return [item for item in copies if item.copy_source is not CopySource.SAME]
 
     def _arriving(self, v: int) -> Iterator[LiveRange]:
-        """The arrays of operands that are read in another spec than the value has. Readers may share one: where several
-        have theirs at a time, the first one's counts."""
-        value, until = self.program.values[v], dict[Port, int]()
-        for u in self.uses.get(v, ()) if value.shape else ():
+        """The arrays of operands that are read in another spec than the value has. Readers may share one: of those that
+        have theirs at a time, the largest counts."""
+        num_bytes, reads = self.program.values[v].num_bytes, dict[Port, list[tuple[int, int, Port]]]()
+        for u in self.uses.get(v, ()) if self.program.values[v].shape else ():
             op, op_class = self.program.ops[u], self.folded.class_of[u]
             port = self.graph.ports[op_class, op.operands.index(v), False]
             source = self._read_from(v, read_phase(op))
-            start, end = max(u, until.get(source, -1) + 1), self._needed_until[u]
-            if self.maker[v][0] < u and port.node != source.node and start <= end:
-                until[source] = end
-                yield LiveRange(port, value.num_bytes, start, end, None, Resident.TEMPORARIES, u, source)
+            if self.maker[v][0] < u and port.node != source.node:
+                reads.setdefault(source, []).append((u, self._needed_until[u], port))
+        for source, readers in reads.items():
+            for start, end, u, (port, *others) in _with_equal_readers(readers):
+                ports = tuple(others)
+                yield LiveRange(port, num_bytes, start, end, None, Resident.TEMPORARIES, u, source, ports)
 
     def _copies(self, v: int, op_class: int, r: int, source_end: int) -> list[LiveRange]:
         value, i, readers = self.program.values[v], self.maker[v][0], self._readers(v)
@@ -347,3 +352,21 @@ class LiveRanges:
             if op.name != "input" and any(port != made for port in read):
                 found.setdefault(read_phase(op), []).append(u)
         return found
+
+
+def _with_equal_readers(
+    readers: Sequence[tuple[int, int, Port]],
+) -> Iterator[tuple[int, int, int, tuple[Port, ...]]]:
+    """The stretches in which the same ports of a value's readers have it: start, end, the first reader's position, ports.
+
+    Args:
+      readers: of each, the position, the position until which it has the value, and its port.
+    """
+    bounds = sorted({at for first, last, _ in readers for at in (first, last + 1)})
+    there = [[(u, port) for u, last, port in readers if u <= at <= last] for at in bounds[:-1]]
+    ports = [tuple(dict.fromkeys(port for _, port in one)) for one in there]
+    for ports_there, found in groupby(range(len(there)), key=ports.__getitem__):
+        first, *more = found
+        last = more[-1] if more else first
+        if ports_there:
+            yield bounds[first], bounds[last + 1] - 1, there[first][0][0], ports_there

@@ -3,14 +3,15 @@
 Every program point is a row: the bytes per device of everything in memory there, a linear function of the strategies.
 The solver asks for rows as it needs them (`rows_over`); there are thousands of points and few of them bind.
 
-A value that is resharded for one reader is one more array, if its spec differs from its source's. That condition is no
+A value that is resharded for a reader is one more array, if its spec differs from its source's. That condition is no
 linear function. The difference of the two sizes is one, and a lower bound: zero where the specs are equal. So a row
-counts the difference for all values that are larger under the strategies that it is made for.
+counts the difference for all values that are larger under the strategies that it is made for, and of several readers
+that of the largest array. An `expansion` of a row is no bound, but exact near some strategies.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 
 import numpy as np
 
@@ -90,6 +91,15 @@ class Memory:
         return np.array([port.node for port in ports], np.int64), flat, offsets
 
     @cached_property
+    def _others(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The ranges with several readers, once for each reader besides the first; the readers' nodes; their shares in one
+        array, and the offset of each."""
+        pairs = [(n, port) for n, item in enumerate(self.items) for port in item.others]
+        flat, offsets = _in_one([self.costed.shares(port) for _, port in pairs])
+        table = np.array([(n, port.node) for n, port in pairs], np.int64).reshape(-1, 2)
+        return table[:, 0], table[:, 1], flat, offsets
+
+    @cached_property
     def _stretches(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Start, end, node and bytes of every live range."""
         table = np.array([(i.start, i.end, i.port.node, i.num_bytes) for i in self.items], np.int64).reshape(
@@ -107,6 +117,8 @@ class Memory:
         _, _, nodes, num_bytes = self._stretches
         flat, offsets = self._flat
         shares = flat[offsets + np.asarray(chosen)[nodes]]
+        ranges, others, flat, offsets = self._others
+        np.maximum.at(shares, ranges, flat[offsets + np.asarray(chosen)[others]])
         others, flat, offsets = self._sources
         larger = shares[self._arriving] - flat[offsets + np.asarray(chosen)[others]]
         shares[self._arriving] = np.maximum(larger, 0.0)
@@ -164,53 +176,54 @@ class Memory:
             phase = ops[i].phase
             if phase not in highest or profile[i] > profile[highest[phase]]:
                 highest[phase] = i
-        larger = frozenset(self._arriving[held[self._arriving] > 0].tolist())
-        return tuple(self.row(i, larger) for i in highest.values())
+        return tuple(self.row(i, chosen) for i in highest.values())
 
-    def row(self, at: int, larger: Container[int] = ()) -> MemoryConstraint:
+    def row(self, at: int, chosen: Sequence[int] | None = None) -> MemoryConstraint:
         """The memory in use at one program point.
 
         Args:
           at: the point.
-          larger: the live ranges with a source that count, because they are larger than it.
+          chosen: the strategies that it is made for: it counts the resharded values that are larger than their sources
+            under these. None to count none of them.
         """
-        start, end, _, _ = self._stretches
-        total: dict[int, np.ndarray] = {}
-
-        def add(port: Port, num_bytes: np.ndarray) -> None:
-            total[port.node] = total[port.node] + num_bytes if port.node in total else num_bytes
-
-        for i in np.flatnonzero((start <= at) & (at <= end)).tolist():
+        total = _Bytes()
+        for i in self._alive(at):
             item = self.items[i]
-            if item.source is None or i in larger:
-                add(item.port, item.num_bytes * self._shares[i])
-            if item.source is not None and i in larger:
-                add(item.source, -item.num_bytes * self.costed.shares(item.source))
-        in_order = tuple(sorted(total.items(), key=lambda one: one[0]))
-        return MemoryConstraint(f"op {at}", in_order, 0.0, partial(self.row_near, at))
+            if item.source is None:
+                total.add(item.port.node, item.num_bytes * self._shares[i])
+            elif chosen is not None:
+                shares, source = {p: self.costed.shares(p) for p in (item.port, *item.others)}, item.source
+                largest = max(shares, key=lambda port: shares[port][chosen[port.node]])
+                more = shares[largest][chosen[largest.node]] - self.costed.shares(source)[chosen[source.node]]
+                if more > 0:
+                    total.add(largest.node, item.num_bytes * shares[largest])
+                    total.add(source.node, -item.num_bytes * self.costed.shares(source))
+        return MemoryConstraint(f"op {at}", total.in_order, 0.0, partial(self.expansion, at))
 
-    def row_near(self, at: int, chosen: Sequence[int]) -> MemoryConstraint:
+    def expansion(self, at: int, chosen: Sequence[int]) -> MemoryConstraint:
         """The memory in use at one program point near some strategies: exact for them, and for all that differ in one
         node."""
-        start, end, _, _ = self._stretches
-        total, fixed_bytes = dict[int, np.ndarray](), 0.0
-
-        def add(port: Port, num_bytes: np.ndarray) -> None:
-            total[port.node] = total[port.node] + num_bytes if port.node in total else num_bytes
-
-        for i in np.flatnonzero((start <= at) & (at <= end)).tolist():
+        total, fixed_bytes = _Bytes(), 0.0
+        for i in self._alive(at):
             item = self.items[i]
-            own = item.num_bytes * self._shares[i]
             if item.source is None:
-                add(item.port, own)
+                total.add(item.port.node, item.num_bytes * self._shares[i])
                 continue
-            others = item.num_bytes * self.costed.shares(item.source)
-            own_bytes, other_bytes = own[chosen[item.port.node]], others[chosen[item.source.node]]
-            add(item.port, np.maximum(own - other_bytes, 0.0))
-            add(item.source, np.maximum(own_bytes - others, 0.0))
-            fixed_bytes -= max(own_bytes - other_bytes, 0.0)
-        in_order = tuple(sorted(total.items(), key=lambda one: one[0]))
-        return MemoryConstraint(f"op {at}", in_order, fixed_bytes)
+            source, ports = item.source, (item.port, *item.others)
+            shares = {port: self.costed.shares(port) for port in (*ports, source)}
+            here = {port: share[chosen[port.node]] for port, share in shares.items()}
+            now = max(0.0, max(here[port] for port in ports) - here[source])
+            for node in dict.fromkeys(port.node for port in shares):
+                near = {port: shares[port] if port.node == node else here[port] for port in shares}
+                more = reduce(np.maximum, (near[port] for port in ports)) - near[source]
+                total.add(node, item.num_bytes * (np.maximum(more, 0.0) - now))
+            fixed_bytes += item.num_bytes * now
+        return MemoryConstraint(f"op {at}", total.in_order, fixed_bytes)
+
+    def _alive(self, at: int) -> list[int]:
+        """The live ranges that contain a program point."""
+        start, end, _, _ = self._stretches
+        return np.flatnonzero((start <= at) & (at <= end)).tolist()
 
     def row_of(self, peak: Peak, chosen: Sequence[int]) -> MemoryConstraint:
         """The memory at the peak of a device's kernels under these strategies: the bytes that the rows know; those
@@ -228,6 +241,22 @@ class Memory:
         return MemoryConstraint(
             name, tuple(sorted(total.items(), key=lambda item: item[0])), max(0.0, peak.num_bytes - accounted)
         )
+
+
+class _Bytes:
+    """Sums of bytes, by node and strategy."""
+
+    def __init__(self) -> None:
+        self._total: dict[int, np.ndarray] = {}
+
+    def add(self, node: int, num_bytes: np.ndarray) -> None:
+        total = self._total.get(node)
+        self._total[node] = num_bytes if total is None else total + num_bytes
+
+    @property
+    def in_order(self) -> tuple[tuple[int, np.ndarray], ...]:
+        """The bytes of each node, sorted by node."""
+        return tuple(sorted(self._total.items(), key=lambda one: one[0]))
 
 
 def _in_one(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

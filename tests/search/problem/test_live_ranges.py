@@ -337,6 +337,19 @@ def test_what_several_read_on_the_fly_at_a_time_arrives_once():
     assert arriving(found, exp) + arriving(found, sin) == [(Resident.TEMPORARIES, min(exp, sin), square)]
 
 
+def read_twice(w, x):
+    """A loop reads the weight, and so does its turned form before the loop."""
+    turned = jnp.flip(w)
+    return lax.scan(lambda y, _: (jnp.tanh(y @ w) @ turned, None), x, None, length=3)[0]
+
+
+def test_the_larger_array_counts_of_two_readers_that_have_theirs_at_a_time():
+    found = problem(read_twice, W, X)
+    (loop,) = found.graph.folded.program.loops
+    both = [i for i in found.items if i.source and i.others]
+    assert {(i.start <= loop[0], i.end, len(i.others)) for i in both} == {(True, loop[1] - 1, 1)}
+
+
 # --- a law
 
 

@@ -44,9 +44,13 @@ def live_ranges(draw) -> LiveRange:
     port = draw(st.sampled_from(OF_COPIES if of_copy else OF_GROUPS))
     copy_source = draw(st.sampled_from((None, *CopySource))) if of_copy else None
     source = None if of_copy else draw(st.sampled_from((None, *OF_GROUPS)))
-    return LiveRange(
-        port, draw(BYTES), start, end, copy_source, draw(st.sampled_from(Resident)), start, source
-    )
+    apart = [one for one in OF_GROUPS if source and one.node != source.node]
+    if apart:  # a reader in its source's group needs no reshard
+        port, others = draw(st.sampled_from(apart)), tuple(draw(st.lists(st.sampled_from(apart), max_size=2)))
+    else:
+        source, others = None, ()
+    resident = draw(st.sampled_from(Resident))
+    return LiveRange(port, draw(BYTES), start, end, copy_source, resident, start, source, others)
 
 
 ITEMS = st.lists(live_ranges(), max_size=6).map(tuple)
@@ -68,7 +72,7 @@ def held(item: LiveRange, chosen) -> float:
         and COSTED.strategies[item.port.node].copy_sources[chosen[item.port.node]] is not item.copy_source
     ):
         return 0.0
-    own_bytes = local(item.port, item.num_bytes, chosen)
+    own_bytes = max(local(port, item.num_bytes, chosen) for port in (item.port, *item.others))
     return max(own_bytes - local(item.source, item.num_bytes, chosen), 0.0) if item.source else own_bytes
 
 
@@ -78,11 +82,6 @@ def alive(items, at: int) -> list[LiveRange]:
 
 def total(items, at: int, chosen) -> float:
     return sum(held(item, chosen) for item in alive(items, at))
-
-
-def larger(items, chosen) -> frozenset[int]:
-    """What is larger than the array that it comes from."""
-    return frozenset(n for n, item in enumerate(items) if item.source and held(item, chosen))
 
 
 def without_arriving(items) -> tuple[LiveRange, ...]:
@@ -95,7 +94,7 @@ def test_the_profile_and_the_rows_are_what_is_alive_at_every_point(items, chosen
     profile = memory.profile(chosen)
     assert len(profile) == len(OPS)
     for at in range(len(OPS)):
-        row = memory.row(at, larger(items, chosen))
+        row = memory.row(at, chosen)
         assert profile[at] == total(items, at, chosen)
         assert (row.total_bytes(chosen), row.fixed_bytes) == (profile[at], 0.0)
     assert memory.held(chosen).tolist() == [held(item, chosen) for item in items]
@@ -105,7 +104,20 @@ def test_the_profile_and_the_rows_are_what_is_alive_at_every_point(items, chosen
 def test_a_row_made_for_some_strategies_says_no_more_of_others_than_there_is(items, chosen, others):
     memory = Memory(COSTED, items)
     for at in range(len(OPS)):
-        assert memory.row(at, larger(items, chosen)).total_bytes(others) <= total(items, at, others)
+        assert memory.row(at, chosen).total_bytes(others) <= total(items, at, others)
+
+
+@given(ITEMS, CHOSEN, st.data())
+def test_an_expansion_is_exact_for_its_strategies_and_for_all_that_differ_in_one_node(items, chosen, data):
+    memory = Memory(COSTED, items)
+    nodes = sorted({port.node for item in items for port in (item.port, *item.others)})
+    node = data.draw(st.sampled_from(nodes or [0]))
+    label = data.draw(st.integers(0, len(COSTED.strategies[node]) - 1))
+    near = (*chosen[:node], label, *chosen[node + 1 :])
+    for at in range(len(OPS)):
+        expansion = memory.expansion(at, chosen)
+        assert expansion.total_bytes(chosen) == pytest.approx(total(items, at, chosen))
+        assert expansion.total_bytes(near) == pytest.approx(total(items, at, near))
 
 
 @given(ITEMS, CHOSEN)
@@ -203,5 +215,5 @@ def test_all_of_a_step_s_live_ranges_are_in_its_rows(chosen):
     assert profile.max() == ON_MESH.memory.peak(chosen).num_bytes > 0
     for at in range(len(OPS)):
         assert profile[at] == pytest.approx(total(items, at, chosen))
-        row = ON_MESH.memory.row(at, larger(items, chosen))
+        row = ON_MESH.memory.row(at, chosen)
         assert profile[at] == pytest.approx(row.total_bytes(chosen))
