@@ -9,7 +9,7 @@ counts the difference for all values that are larger under the strategies that i
 that of the largest array. An `expansion` of a row is no bound, but exact near some strategies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 
@@ -202,23 +202,53 @@ class Memory:
 
     def expansion(self, at: int, chosen: Sequence[int]) -> MemoryConstraint:
         """The memory in use at one program point near some strategies: exact for them, and for all that differ in one
-        node."""
-        total, fixed_bytes = _Bytes(), 0.0
-        for i in self._alive(at):
-            item = self.items[i]
-            if item.source is None:
-                total.add(item.port.node, item.num_bytes * self._shares[i])
-                continue
-            source, ports = item.source, (item.port, *item.others)
-            shares = {port: self.costed.shares(port) for port in (*ports, source)}
+        node, or in a value's source and one of its readers."""
+        base, of_several = self._at(at)
+        total, pairs, fixed_bytes = _Bytes(base.bytes), {(u, v): m for u, v, m in base.pairs}, 0.0
+        for item, source in of_several:
+            ports = item.port, *item.others
+            shares = {port: item.num_bytes * self.costed.shares(port) for port in (*ports, source)}
             here = {port: share[chosen[port.node]] for port, share in shares.items()}
-            now = max(0.0, max(here[port] for port in ports) - here[source])
-            for node in dict.fromkeys(port.node for port in shares):
-                near = {port: shares[port] if port.node == node else here[port] for port in shares}
-                more = reduce(np.maximum, (near[port] for port in ports)) - near[source]
-                total.add(node, item.num_bytes * (np.maximum(more, 0.0) - now))
-            fixed_bytes += item.num_bytes * now
-        return MemoryConstraint(f"op {at}", total.in_order, fixed_bytes)
+
+            def held(*free: int) -> np.ndarray | float:
+                """The bytes if one or two nodes are free: [labels of the first] or [labels of the first and the second]."""
+                near = {port: _along(shares[port], port.node, free) if port.node in free else here[port] for port in shares}
+                return np.maximum(reduce(np.maximum, (near[port] for port in ports)) - near[source], 0.0)
+
+            now, of_source = held(), held(source.node)
+            total.add(source.node, of_source - now)
+            fixed_bytes += float(now)
+            for reader in dict.fromkeys(port.node for port in ports):
+                own, both = held(reader), held(reader, source.node)
+                total.add(reader, own - now)
+                more, key = both - own[:, None] - of_source + now, (reader, source.node)
+                pairs[key] = pairs[key] + more if key in pairs else more
+        in_order = tuple((u, v, num_bytes) for (u, v), num_bytes in pairs.items())
+        return MemoryConstraint(f"op {at}", total.in_order, fixed_bytes, pairs=in_order)
+
+    def _at(self, at: int) -> tuple[MemoryConstraint, list[tuple[LiveRange, Port]]]:
+        """The memory at one program point that nodes and pairs of nodes decide, and the other values, with their sources:
+        those that several readers share."""
+        if at not in self._points:
+            total, pairs, of_several = _Bytes(), dict[tuple[int, int], np.ndarray](), list[tuple[LiveRange, Port]]()
+            for i in self._alive(at):
+                item, source = self.items[i], self.items[i].source
+                if source is None:
+                    total.add(item.port.node, item.num_bytes * self._shares[i])
+                elif item.others:
+                    of_several.append((item, source))
+                else:
+                    more = self._shares[i][:, None] - self.costed.shares(source)
+                    key, num_bytes = (item.port.node, source.node), item.num_bytes * np.maximum(more, 0.0)
+                    pairs[key] = pairs[key] + num_bytes if key in pairs else num_bytes
+            in_order = tuple((u, v, num_bytes) for (u, v), num_bytes in pairs.items() if num_bytes.any())
+            self._points[at] = MemoryConstraint("", total.in_order, 0.0, pairs=in_order), of_several
+        return self._points[at]
+
+    @cached_property
+    def _points(self) -> dict[int, tuple[MemoryConstraint, list[tuple[LiveRange, Port]]]]:
+        """The results of `_at`."""
+        return {}
 
     def _alive(self, at: int) -> list[int]:
         """The live ranges that contain a program point."""
@@ -246,8 +276,8 @@ class Memory:
 class _Bytes:
     """Sums of bytes, by node and strategy."""
 
-    def __init__(self) -> None:
-        self._total: dict[int, np.ndarray] = {}
+    def __init__(self, total: Iterable[tuple[int, np.ndarray]] = ()) -> None:
+        self._total = dict(total)
 
     def add(self, node: int, num_bytes: np.ndarray) -> None:
         total = self._total.get(node)
@@ -257,6 +287,11 @@ class _Bytes:
     def in_order(self) -> tuple[tuple[int, np.ndarray], ...]:
         """The bytes of each node, sorted by node."""
         return tuple(sorted(self._total.items(), key=lambda one: one[0]))
+
+
+def _along(per_label: np.ndarray, node: int, nodes: Sequence[int]) -> np.ndarray:
+    """A node's numbers along its own axis of an array over the labels of one or two nodes."""
+    return per_label if len(nodes) == 1 or nodes[1] == node else per_label[:, None]
 
 
 def _in_one(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

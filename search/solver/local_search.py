@@ -25,7 +25,9 @@ TERM_S = 6e-7
 ROWS_S = 1.5e-5
 """Nominal seconds of a move, if rows contain one of its nodes."""
 ROW_S = 5e-7
-"""Nominal seconds of a move for each such row."""
+"""Nominal seconds of such a move for each row."""
+PAIR_S = 2e-6
+"""Nominal seconds of such a move for each pair of one of its nodes in a row."""
 ENTRY_S = 3e-9
 """Nominal seconds of a move for each entry of its edge."""
 
@@ -52,7 +54,7 @@ def descend(
 
 
 class _Descent:
-    """The current assignment, with each row's overflow in bytes and each node's rows and neighbours."""
+    """The current assignment, with each row's overflow in bytes, and each node's bytes and neighbours."""
 
     def __init__(
         self,
@@ -67,7 +69,17 @@ class _Descent:
         self.problem, self.price_s, self.labels = problem, price_s, list(start)
         self.over = np.array([row.total_bytes(start) for row in rows]) - limit_bytes
         self.bytes = _dense(problem, rows)
-        self.has_row = [num_bytes.max(axis=1) > num_bytes.min(axis=1) for num_bytes in self.bytes]
+        self.pairs: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in problem.node_cost_s]
+        self.between: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+        for number, row in enumerate(rows):
+            for u, v, num_bytes in row.pairs:
+                self.pairs[u].append((number, v, num_bytes.T))
+                self.pairs[v].append((number, u, num_bytes))
+                ends, oriented = ((u, v), num_bytes) if u < v else ((v, u), num_bytes.T)
+                of_ends = self.between.setdefault(ends, {})
+                of_ends[number] = of_ends[number] + oriented if number in of_ends else oriented
+        both = zip(self.bytes, self.pairs, strict=True)
+        self.has_rows = [bool(pairs) or bool(np.ptp(of_node, axis=1).any()) for of_node, pairs in both]
         self.neighbours: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.node_cost_s]
         for edge in problem.edges:
             self.neighbours[edge.u].append((edge.v, edge.cost_s.T))
@@ -90,35 +102,54 @@ class _Descent:
         """Gives an edge's two nodes their best labels while all others stay; returns the nodes that changed."""
         u, v = edge.u, edge.v
         if edge.cost_s.size == 1:
-            self._spend(edge, 0)
+            self._spend(edge, False)
             return set()
         old = self.labels[u], self.labels[v]
         cost = edge.cost_s + self._cost(u, v)[:, None] + self._cost(v, u)
-        rows = (self.has_row[u] | self.has_row[v]).nonzero()[0]
-        self._spend(edge, len(rows))
-        by_u, by_v = self._changes(u, rows), self._changes(v, rows)
-        if rows.size:
-            most = self.over[rows] + by_u.max(axis=1) + by_v.max(axis=1)
-            if (tight := (most > 0).nonzero()[0]).size:
-                before = self.over[rows[tight], None, None]
-                after = before + by_u[tight, :, None] + by_v[tight, None, :]
-                cost += self.price_s * np.maximum(after, 0.0).sum(axis=0)
+        has_rows, between = self.has_rows[u] or self.has_rows[v], self.between.get((u, v), {})
+        self._spend(edge, has_rows)
+        if not has_rows:
+            return self._take(edge, cost)
+        by_u, by_v = self._changes(u, v), self._changes(v, u)
+        by_both = {row: num_bytes - num_bytes[old] for row, num_bytes in between.items()}
+        most = self.over + by_u.max(axis=1) + by_v.max(axis=1)
+        for row, change in by_both.items():
+            most[row] += change.max()
+        for row in np.flatnonzero(most > 0).tolist():
+            after = self.over[row] + by_u[row][:, None] + by_v[row] + by_both.get(row, 0.0)
+            cost += self.price_s * np.maximum(after, 0.0)
+        changed = self._take(edge, cost)
+        self.over += by_u[:, self.labels[u]] + by_v[:, self.labels[v]]
+        for row, change in by_both.items():
+            self.over[row] += change[self.labels[u], self.labels[v]]
+        return changed
+
+    def _take(self, edge: Edge, cost: np.ndarray) -> set[int]:
+        """Gives an edge's two nodes their cheapest labels, if these are worth it; returns the nodes that changed."""
+        u, v = edge.u, edge.v
+        old = self.labels[u], self.labels[v]
         best = divmod(int(cost.argmin()), cost.shape[1])
         if not cost[best] < _worth_s(float(cost[old])):
             return set()
         self.labels[u], self.labels[v] = best
-        self.over[rows] += by_u[:, best[0]] + by_v[:, best[1]]
         return {node for node, new, before in zip((u, v), best, old, strict=True) if new != before}
 
-    def _spend(self, edge: Edge, num_rows: int) -> None:
+    def _spend(self, edge: Edge, has_rows: bool) -> None:
         num_terms = len(self.neighbours[edge.u]) + len(self.neighbours[edge.v])
-        rows_s = ROWS_S + ROW_S * num_rows if num_rows else 0.0
+        num_pairs = len(self.pairs[edge.u]) + len(self.pairs[edge.v])
+        rows_s = ROWS_S + ROW_S * len(self.over) + PAIR_S * num_pairs if has_rows else 0.0
         self.clock.spend(MOVE_S + TERM_S * num_terms + rows_s + ENTRY_S * edge.cost_s.size)
 
-    def _changes(self, node: int, rows: np.ndarray) -> np.ndarray:
-        """Bytes that each label adds to some rows, against the present label."""
-        num_bytes = self.bytes[node][rows]
-        return num_bytes - num_bytes[:, self.labels[node], None]
+    def _changes(self, node: int, without: int) -> np.ndarray:
+        """[rows, labels]: bytes that each label of a node adds, against the present label; without those of its pairs with
+        another node."""
+        num_bytes = self.bytes[node]
+        changes = num_bytes - num_bytes[:, self.labels[node], None]
+        for row, other, of_pair in self.pairs[node]:
+            if other != without:
+                per_label = of_pair[self.labels[other]]
+                changes[row] += per_label - per_label[self.labels[node]]
+        return changes
 
     def _cost(self, node: int, without: int) -> np.ndarray:
         """A node's cost per label: its own and its edges to all neighbours but one."""

@@ -51,14 +51,16 @@ class MemoryConstraint:
       name: the program point, for messages.
       bytes: (node, [labels of node] bytes), sorted by node.
       fixed_bytes: bytes in use under every choice of labels.
-      expansion: makes the memory at this point near an assignment: exact for it, and for all that differ in one node. None
-        if the row itself is exact.
+      expansion: makes the memory at this point near an assignment: exact for it, and for all that differ in two joined
+        nodes. None if the row itself is exact.
+      pairs: (u, v, [labels of u, labels of v] bytes); of expansions only.
     """
 
     name: str
     bytes: tuple[tuple[int, np.ndarray], ...]
     fixed_bytes: float
     expansion: "Callable[[Labels], MemoryConstraint] | None" = None
+    pairs: tuple[tuple[int, int, np.ndarray], ...] = ()
 
     def __post_init__(self) -> None:
         nodes = [node for node, _ in self.bytes]
@@ -68,11 +70,13 @@ class MemoryConstraint:
         """This row for a limit of `factor` times its own."""
         scaled, near = tuple((node, factor * per_label) for node, per_label in self.bytes), self.expansion
         expansion = near and (lambda labels: near(labels).scaled(factor))
-        return MemoryConstraint(f"{self.name}, scaled", scaled, factor * self.fixed_bytes, expansion)
+        pairs = tuple((u, v, factor * num_bytes) for u, v, num_bytes in self.pairs)
+        return MemoryConstraint(f"{self.name}, scaled", scaled, factor * self.fixed_bytes, expansion, pairs)
 
     def total_bytes(self, labels: Sequence[int]) -> float:
         """The row's value under a full assignment."""
-        return self.fixed_bytes + sum(float(per_label[labels[node]]) for node, per_label in self.bytes)
+        of_pairs = sum(float(num_bytes[labels[u], labels[v]]) for u, v, num_bytes in self.pairs)
+        return self.fixed_bytes + sum(float(per_label[labels[node]]) for node, per_label in self.bytes) + of_pairs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +123,8 @@ def restricted_row(row: MemoryConstraint, kept: Sequence[np.ndarray]) -> MemoryC
     """A row on some of each node's labels, renumbered from 0."""
     per_label, near = tuple((node, num_bytes[kept[node]]) for node, num_bytes in row.bytes), row.expansion
     expansion = near and (lambda labels: restricted_row(near(original(kept, labels)), kept))
-    return MemoryConstraint(row.name, per_label, row.fixed_bytes, expansion)
+    pairs = tuple((u, v, num_bytes[np.ix_(kept[u], kept[v])]) for u, v, num_bytes in row.pairs)
+    return MemoryConstraint(row.name, per_label, row.fixed_bytes, expansion, pairs)
 
 
 def near(rows: Iterable[MemoryConstraint], labels: Labels) -> list[MemoryConstraint]:

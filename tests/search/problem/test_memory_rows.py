@@ -107,13 +107,12 @@ def test_a_row_made_for_some_strategies_says_no_more_of_others_than_there_is(ite
         assert memory.row(at, chosen).total_bytes(others) <= total(items, at, others)
 
 
-@given(ITEMS, CHOSEN, st.data())
-def test_an_expansion_is_exact_for_its_strategies_and_for_all_that_differ_in_one_node(items, chosen, data):
+@given(ITEMS, CHOSEN, CHOSEN, st.data())
+def test_an_expansion_is_exact_where_a_node_differs_or_a_source_and_one_of_its_readers(items, chosen, others, data):
     memory = Memory(COSTED, items)
-    nodes = sorted({port.node for item in items for port in (item.port, *item.others)})
-    node = data.draw(st.sampled_from(nodes or [0]))
-    label = data.draw(st.integers(0, len(COSTED.strategies[node]) - 1))
-    near = (*chosen[:node], label, *chosen[node + 1 :])
+    pairs = [(p.node, i.source.node) for i in items if i.source for p in (i.port, *i.others)]
+    differ = data.draw(st.sampled_from([(), *((n,) for n in range(len(chosen))), *pairs]))
+    near = tuple(others[n] if n in differ else label for n, label in enumerate(chosen))
     for at in range(len(OPS)):
         expansion = memory.expansion(at, chosen)
         assert expansion.total_bytes(chosen) == pytest.approx(total(items, at, chosen))
