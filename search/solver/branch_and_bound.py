@@ -70,6 +70,9 @@ MAX_REPAIRS = 12
 LEAST_REPAIR = 1 / 64
 """First price of memory in a repair before rows have prices: memory as large as the limit costs this share of the cheapest
 assignment. Source: a choice of ours; if plans fit, their prices are of this order."""
+MOST_REPAIR = 256.0
+"""Last price of memory in a repair, as a multiple of the cheapest assignment: a row that overflows by a hundredth costs more
+than the whole assignment."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
 FAR = 2.0
@@ -385,9 +388,11 @@ class _Search:
     def _repair(self, part: Relaxation, labels: Labels) -> None:
         """Descends from an assignment at ever higher prices of overflowing bytes, and offers each result that fits. Ends once
         an assignment costs more than the incumbent: higher prices make it no cheaper."""
+        self._cut(labels)
         cheapest_s = self.opening.least_s if self.opening.least_s < np.inf else 0.0
         least_s = LEAST_REPAIR * abs(cheapest_s) / self.planes.unit_bytes
         price_s = max(2.0 * float(part.prices_s.max(initial=0.0)), least_s)
+        most_s = max(price_s, MOST_REPAIR / LEAST_REPAIR * least_s)
         for _ in range(MAX_REPAIRS):
             labels = self._descended(part, labels, price_s)
             if self.planes.of(labels)[0] >= self.cost_s:
@@ -396,6 +401,15 @@ class _Search:
                 price_s = 4.0 * price_s
             elif not self._offer(labels):
                 return
+            if price_s > most_s:
+                return
+
+    def _cut(self, labels: Labels) -> None:
+        """Adds the rows of an assignment's worst points, where the known rows of these points hold less."""
+        for row in self.violated(labels)[:ROWS_PER_ROUND]:
+            known = (one.total_bytes(labels) for one in self.planes.rows if one.name == row.name)
+            if row.total_bytes(labels) > (1 + ROUNDING) * max(known, default=-np.inf):
+                self.planes.add_row(row)
 
     def _descended(self, part: Relaxation, labels: Labels, price_s: float) -> Labels:
         trws = part.trws
