@@ -393,8 +393,9 @@ class _Search:
         least_s = LEAST_REPAIR * abs(cheapest_s) / self.planes.unit_bytes
         price_s = max(2.0 * float(part.prices_s.max(initial=0.0)), least_s)
         most_s = max(price_s, MOST_REPAIR / LEAST_REPAIR * least_s)
-        for _ in range(MAX_REPAIRS):
-            labels = self._descended(part, labels, price_s)
+        for turn in range(MAX_REPAIRS):
+            rows = near(self.planes.rows, labels) if turn % 2 else self.planes.rows
+            labels = self._descended(part, labels, rows, price_s)
             if self.planes.of(labels)[0] >= self.cost_s:
                 return
             if not self.planes.fits(labels):
@@ -411,9 +412,11 @@ class _Search:
             if row.total_bytes(labels) > (1 + ROUNDING) * max(known, default=-np.inf):
                 self.planes.add_row(row)
 
-    def _descended(self, part: Relaxation, labels: Labels, price_s: float) -> Labels:
+    def _descended(
+        self, part: Relaxation, labels: Labels, rows: Sequence[MemoryConstraint], price_s: float
+    ) -> Labels:
         trws = part.trws
-        rows = [restricted_row(row, trws.kept) for row in near(self.planes.rows, labels)]
+        rows = [restricted_row(row, trws.kept) for row in rows]
         start = trws.renumbered(labels)
         return trws.original(descend(trws.rest(), rows, self.limit_bytes, price_s, start, self.clock))
 

@@ -67,6 +67,20 @@ def rows_of(draw, problem, max_rows=4):
 
 
 @st.composite
+def rows_with_pairs(draw, problem):
+    """Rows of what nodes hold, and values that are as much as they are larger at one node than at another."""
+    rows = []
+    for row in draw(rows_of(problem)):
+        pairs = dict[tuple[int, int], np.ndarray]()
+        for u, v in draw(st.sets(st.tuples(*[st.integers(0, len(problem.num_labels) - 1)] * 2), max_size=3)):
+            if u != v:
+                own, source = ([draw(st.integers(0, 9)) for _ in range(problem.num_labels[n])] for n in (u, v))
+                pairs[u, v] = 1e9 * np.maximum(np.subtract.outer(own, source), 0.0)
+        rows.append(replace(row, pairs=tuple((u, v, num_bytes) for (u, v), num_bytes in pairs.items())))
+    return tuple(rows)
+
+
+@st.composite
 def limited_problems(draw, forbidden=True):
     """A problem, its rows and their limit."""
     problem = draw(problems(forbidden))
@@ -117,6 +131,8 @@ def every_row_bytes(problem, row):
     total = np.full(problem.num_labels, row.fixed_bytes)
     for node, per_label in row.bytes:
         total = total + along(per_label, (node,), len(problem.num_labels))
+    for u, v, num_bytes in row.pairs:
+        total = total + along(num_bytes, (u, v), len(problem.num_labels))
     return total
 
 

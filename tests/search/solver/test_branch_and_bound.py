@@ -1,6 +1,7 @@
 """The whole search against brute force: its optimum, its bound at any gap and under any cutoff, its stages one by one."""
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count, product
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.search.solver.problems import (
     limited_problems,
     optimum_s,
     problems,
+    rows_with_pairs,
     turned,
 )
 
@@ -67,6 +69,27 @@ def test_lazy_rows_equal_eager_ones(limited, num_at_once):
         return [row for row in rows if row.total_bytes(labels) > limit_bytes][:num_at_once]
 
     check(problem, rows, limit_bytes, 0.0, violated)
+
+
+@given(st.data())
+def test_rows_may_be_bounds_of_memory_that_pairs_of_nodes_decide(data):
+    """A value counts where it is larger than its source. A row counts the difference, if it is one under its assignment."""
+    problem, _, limit_bytes = data.draw(limited_problems())
+    truth = data.draw(rows_with_pairs(problem))
+
+    def bound(row, labels):
+        total = {node: num_bytes.copy() for node, num_bytes in row.bytes}
+        for u, v, num_bytes in row.pairs:
+            if num_bytes[labels[u], labels[v]] > 0:  # own - source, as the largest own and the least source give it
+                own, source = (num_bytes.max(axis=1), num_bytes.max(axis=0))
+                for node, change in ((u, own), (v, source - num_bytes.max())):
+                    total[node] = total.get(node, 0.0) + change
+        return replace(row, bytes=tuple(sorted(total.items())), pairs=(), expansion=lambda _: row)
+
+    def violated(labels):
+        return [bound(row, labels) for row in truth if row.total_bytes(labels) > limit_bytes]
+
+    check(problem, truth, limit_bytes, 0.0, violated)
 
 
 @given(limited_problems())

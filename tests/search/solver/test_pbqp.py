@@ -1,11 +1,13 @@
 """Costs and rows of an assignment against arrays over all assignments; merging and restricting change neither."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged, restricted_row
+from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged, near, original, restricted_row
 from tests.search.solver.problems import (
     assignments,
     every_cost_s,
@@ -13,6 +15,7 @@ from tests.search.solver.problems import (
     limited_problems,
     problems,
     rows_of,
+    rows_with_pairs,
     turned,
 )
 
@@ -44,7 +47,7 @@ def test_merging_does_not_depend_on_order_or_direction(problem):
 @given(st.data())
 def test_a_restricted_row_counts_the_kept_labels_alike(data):
     problem = data.draw(problems())
-    (row,) = data.draw(rows_of(problem, max_rows=1))
+    (row, *_) = data.draw(rows_with_pairs(problem))
     kept = [
         np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=n, max_size=n))) for n in problem.num_labels
     ]
@@ -53,6 +56,27 @@ def test_a_restricted_row_counts_the_kept_labels_alike(data):
     for (node, per_label), (_, whole) in zip(small.bytes, row.bytes, strict=True):
         assert per_label.tolist() == whole[kept[node]].tolist()
     assert (small.fixed_bytes, [n for n, _ in small.bytes]) == (row.fixed_bytes, [n for n, _ in row.bytes])
+
+
+@given(st.data())
+def test_an_expansion_is_made_for_the_original_labels_and_restricted_and_scaled_as_its_row(data):
+    problem = data.draw(problems())
+    (truth, *_) = data.draw(rows_with_pairs(problem))
+    kept = [np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=n, max_size=n))) for n in problem.num_labels]
+    kept = [k if len(k) else np.arange(n) for k, n in zip(kept, problem.num_labels, strict=True)]
+    asked = []
+    row = replace(truth, pairs=(), expansion=lambda labels: asked.append(labels) or truth)
+    labels = tuple(data.draw(st.integers(0, len(k) - 1)) for k in kept)
+    (found,) = near([row, restricted_row(row.scaled(2.0), kept)][1:], labels)
+    assert asked == [original(kept, labels)]
+    assert found.total_bytes(labels) == 2 * truth.total_bytes(original(kept, labels))
+
+
+def test_rows_of_one_point_have_one_expansion():
+    exact = MemoryConstraint("a", (), 3.0)
+    cuts = [MemoryConstraint("a", (), n, lambda labels: exact) for n in (1.0, 2.0)]
+    other = MemoryConstraint("b", (), 4.0)
+    assert near([*cuts, other], (0,)) == [exact, other]
 
 
 def test_merging_and_turning_leave_what_they_are_given():
