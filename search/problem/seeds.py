@@ -12,6 +12,7 @@ not split costs more than the collectives.
 Rules know roles and sizes, and no model.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -27,6 +28,9 @@ from autoshard.search.problem.strategy_graph import StrategyGraph
 from autoshard.search.solver.pbqp import Labels, Problem
 
 Axes = tuple[int, ...]
+
+UNDECIDED = -1
+"""In the place of a strategy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +67,62 @@ def rules(num_devices: tuple[int, ...]) -> Iterator[SeedRule]:
 
 def seeds(costed: CostedGraph, problem: Problem, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
     """A full assignment by each rule, of the kept strategies; its cost may be infinite."""
-    propagation = _Propagation(costed, problem, kept)
-    for rule in rules(costed.resharder.mesh.shape):
-        yield propagation.run(rule)
+    found = _Propagation(costed, problem, kept).run(tuple(rules(costed.resharder.mesh.shape)))
+    yield from map(tuple, found.tolist())
 
 
 @dataclass(frozen=True, eq=False)
 class _Propagation:
-    """Gives each node in program order the cheapest strategy for its neighbours' strategies so far."""
+    """Gives each node in program order the cheapest strategy for its neighbours' strategies so far, by all rules at once."""
 
     costed: CostedGraph
     problem: Problem
     kept: Sequence[np.ndarray]
 
-    def run(self, rule: SeedRule) -> Labels:
-        """The full assignment that follows from a rule."""
-        labels = self._placed(rule)
-        for node in (node for node in self._order if node not in labels):
-            cost_s = self.problem.node_cost_s[node]
-            for other, between_s in self._neighbours[node]:
-                if other in labels:
-                    cost_s = cost_s + between_s[labels[other]]
-            kept = self._following(node, rule)
-            labels[node] = int(kept[cost_s[kept].argmin()])
-        return tuple(labels[node] for node in range(len(labels)))
+    def run(self, rules: Sequence[SeedRule]) -> np.ndarray:
+        """[rules, nodes]: the full assignment that follows from each rule."""
+        labels = self._placed(rules)
+        for node in self._order:
+            if left := np.flatnonzero(labels[:, node] == UNDECIDED).tolist():
+                labels[left, node] = self._cheapest(node, labels[left], [rules[i] for i in left])
+        return labels
 
-    def _placed(self, rule: SeedRule) -> dict[int, int]:
-        """The strategies of the arguments that a rule places: the largest dimension that can be is split."""
-        found = dict[int, int]()
+    def _placed(self, rules: Sequence[SeedRule]) -> np.ndarray:
+        """[rules, nodes]: the strategies of the arguments that a rule places: the largest dimension that can be is split."""
+        labels = np.full((len(rules), len(self.problem.node_cost_s)), UNDECIDED)
         for (node, role), (specs, dims) in self._arguments.items():
-            axes = rule.axes(role)
-            if node in found or axes is None:
-                continue
-            apart = rule.splits_storage_only and role is not Role.BATCH
-            at = _split_apart(specs, dims, axes) if apart else None
-            found[node] = int(self.kept[node][_split_over(specs, dims, axes) if at is None else at])
+            found = dict[tuple[Axes, bool], int]()
+            for own, rule in zip(labels, rules, strict=True):
+                axes, apart = rule.axes(role), rule.splits_storage_only and role is not Role.BATCH
+                if own[node] == UNDECIDED and axes is not None:
+                    if (axes, apart) not in found:
+                        found[axes, apart] = self.kept[node][_placed_at(specs, dims, axes, apart)]
+                    own[node] = found[axes, apart]
+        return labels
+
+    def _cheapest(self, node: int, labels: np.ndarray, rules: Sequence[SeedRule]) -> np.ndarray:
+        """[rules]: a node's cheapest strategy, of those that follow a rule, for the strategies of its neighbours so far.
+
+        Args:
+          node: the node.
+          labels: [rules, nodes] the strategies so far.
+          rules: the rules.
+        """
+        cost_s = np.tile(self.problem.node_cost_s[node], (len(rules), 1))
+        for other, between_s in self._neighbours[node]:
+            at = labels[:, other]
+            if at.min() != UNDECIDED:
+                cost_s += between_s[at]
+            elif len(known := np.flatnonzero(at != UNDECIDED)):
+                cost_s[known] += between_s[at[known]]
+        if node not in self._batch_factors:
+            return self.kept[node][cost_s[:, self.kept[node]].argmin(axis=1)]
+        found, alike = np.zeros(len(rules), int), defaultdict[tuple[Axes, bool], list[int]](list)
+        for i, rule in enumerate(rules):
+            alike[rule.batch, rule.splits_storage_only].append(i)
+        for how, some in alike.items():
+            kept = self._following(node, *how)
+            found[some] = kept[cost_s[np.ix_(some, kept)].argmin(axis=1)]
         return found
 
     @cached_property
@@ -114,13 +139,11 @@ class _Propagation:
                 found[port.node, argument.role] = specs, dims
         return found
 
-    def _following(self, node: int, rule: SeedRule) -> np.ndarray:
+    def _following(self, node: int, batch: Axes, splits_storage_only: bool) -> np.ndarray:
         """The strategies that split the loop over examples over the batch's axes and no others, and under a frugal rule
-        no other loop; all where there is no such loop."""
-        kept, factor = self.kept[node], self._batch_factors.get(node)
-        if factor is None:
-            return kept
-        follows = _follows(self.costed.strategies[node], factor, rule.batch, rule.splits_storage_only)
+        no other loop; all where none does."""
+        kept, factor = self.kept[node], self._batch_factors[node]
+        follows = _follows(self.costed.strategies[node], factor, batch, splits_storage_only)
         following = kept[follows[kept]]
         return following if len(following) else kept
 
@@ -177,6 +200,12 @@ def batch_factors(graph: StrategyGraph) -> dict[int, int]:
                 if out and into and out[0] == found[made.node]:
                     found[read.node] = into[0]
     return found
+
+
+def _placed_at(specs: np.ndarray, dims: Sequence[int], axes: Axes, apart: bool) -> int:
+    """The strategy of an argument that is split over these axes, if `apart` over two dimensions where it can be."""
+    at = _split_apart(specs, dims, axes) if apart else None
+    return _split_over(specs, dims, axes) if at is None else at
 
 
 def _split_apart(specs: np.ndarray, dims: Sequence[int], axes: Axes) -> int | None:
