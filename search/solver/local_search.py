@@ -94,19 +94,25 @@ class _Descent:
         cost = edge.cost_s + self._cost(u, v)[:, None] + self._cost(v, u)
         rows = (self.has_row[u] | self.has_row[v]).nonzero()[0]
         self._spend(edge, len(rows))
-        by_u, by_v = self._changes(u, rows), self._changes(v, rows)
         if rows.size:
-            most = self.over[rows] + by_u.max(axis=1) + by_v.max(axis=1)
-            if (tight := (most > 0).nonzero()[0]).size:
-                before = self.over[rows[tight], None, None]
-                after = before + by_u[tight, :, None] + by_v[tight, None, :]
-                cost += self.price_s * np.maximum(after, 0.0).sum(axis=0)
+            cost += self._overflow_s(u, v, rows)
         best = divmod(int(cost.argmin()), cost.shape[1])
         if not cost[best] < _worth_s(float(cost[old])):
             return set()
+        if rows.size:
+            self.over[rows] += self._changes(u, rows)[:, best[0]] + self._changes(v, rows)[:, best[1]]
         self.labels[u], self.labels[v] = best
-        self.over[rows] += by_u[:, best[0]] + by_v[:, best[1]]
         return {node for node, new, before in zip((u, v), best, old, strict=True) if new != before}
+
+    def _overflow_s(self, u: int, v: int, rows: np.ndarray) -> np.ndarray | float:
+        """[labels of u, labels of v]: the price of the bytes by which some rows overflow."""
+        by_u, by_v = self._changes(u, rows), self._changes(v, rows)
+        most = self.over[rows] + by_u.max(axis=1) + by_v.max(axis=1)
+        if not (tight := (most > 0).nonzero()[0]).size:
+            return 0.0
+        before = self.over[rows[tight], None, None]
+        after = before + by_u[tight, :, None] + by_v[tight, None, :]
+        return self.price_s * np.maximum(after, 0.0).sum(axis=0)
 
     def _spend(self, edge: Edge, num_rows: int) -> None:
         num_terms = len(self.neighbours[edge.u]) + len(self.neighbours[edge.v])

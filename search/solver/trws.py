@@ -148,13 +148,14 @@ class Trws:
 
     def _label_bounds(self, left: Sequence[np.ndarray]) -> list[np.ndarray]:
         by_u, by_v = [cost.min(1) for cost in left], [cost.min(0) for cost in left]
-        smallest = [float(cost.min()) for cost in by_u]
-        total = self._total(left)
+        of_edges = [float(cost.min()) for cost in by_u]
+        of_nodes = [float(cost.min()) for cost in self._node]
+        total = sum((*of_nodes, *of_edges))
         bounds: list[np.ndarray] = []
-        for cost, sides in zip(self._node, self._sides, strict=True):
-            bound = total + cost - cost.min()
+        for cost, least, sides in zip(self._node, of_nodes, self._sides, strict=True):
+            bound = total + cost - least
             for side in sides:
-                bound += (by_u if side.is_u else by_v)[side.edge] - smallest[side.edge]
+                bound += (by_u if side.is_u else by_v)[side.edge] - of_edges[side.edge]
             bounds.append(bound)
         self._spend(BOUNDS_SWEEPS)
         return bounds
