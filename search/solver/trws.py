@@ -94,8 +94,9 @@ class Trws:
     def num_kept(self) -> int:
         return sum(len(labels) for labels in self.kept)
 
-    def sweep(self) -> tuple[float, Labels]:
-        """One pass over the nodes, in the direction opposite to the last: a lower bound and an assignment."""
+    def sweep(self, picks: bool = True) -> tuple[float, Labels]:
+        """One pass over the nodes, in the direction opposite to the last: a lower bound and an assignment; an empty one unless
+        it `picks`, which takes nearly a third of the pass."""
         ahead, back = (
             (self._order, self._before, self._behind),
             (self._order[::-1], self._behind, self._before),
@@ -107,14 +108,15 @@ class Trws:
             earlier, later = before[node], behind[node]
             for side in earlier:
                 self._pull(node, side)
-            picked[node] = self._pick(node, earlier, picked)
+            if picks:
+                picked[node] = self._pick(node, earlier, picked)
             if later:
                 share = self._node[node] / max(len(earlier), len(later))
                 for side in later:
                     self._push(node, side, share)
             bound += self._node[node].min()
         self._spend(1.0)
-        return float(bound), self.original(tuple(picked))
+        return float(bound), self.original(tuple(picked)) if picks else ()
 
     def rest(self) -> Problem:
         """The problem as it was given, on the kept labels, renumbered from 0."""
