@@ -95,8 +95,8 @@ class Trws:
         return sum(len(labels) for labels in self.kept)
 
     def sweep(self, picks: bool = True) -> tuple[float, Labels]:
-        """One pass over the nodes, in the direction opposite to the last: a lower bound and an assignment; an empty one unless
-        it `picks`, which takes nearly a third of the pass."""
+        """One pass over the nodes, in the direction opposite to the last: a lower bound and an assignment. The assignment is
+        empty unless it `picks` one, which takes nearly a third of the pass."""
         ahead, back = (
             (self._order, self._before, self._behind),
             (self._order[::-1], self._behind, self._before),
