@@ -13,7 +13,7 @@ Rules know roles and sizes, and no model.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations, permutations
@@ -29,9 +29,6 @@ from autoshard.search.solver.pbqp import Labels, Problem
 
 Axes = tuple[int, ...]
 
-UNDECIDED = -1
-"""In the place of a strategy."""
-
 
 @dataclass(frozen=True, slots=True)
 class SeedRule:
@@ -44,6 +41,11 @@ class SeedRule:
     parameters: Axes | None
     others: Axes | None
     splits_storage_only: bool = False
+
+    @property
+    def places(self) -> tuple[bool, bool]:
+        """Whether it says where parameters lie, and where all others but the batch do."""
+        return self.parameters is not None, self.others is not None
 
     def axes(self, role: Role) -> Axes | None:
         """The axes over which an argument of that role is split."""
@@ -67,60 +69,63 @@ def rules(num_devices: tuple[int, ...]) -> Iterator[SeedRule]:
 
 def seeds(costed: CostedGraph, problem: Problem, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
     """A full assignment by each rule, of the kept strategies; its cost may be infinite."""
-    found = _Propagation(costed, problem, kept).run(tuple(rules(costed.resharder.mesh.shape)))
-    yield from map(tuple, found.tolist())
+    propagation, found = _Propagation(costed, problem, kept), dict[SeedRule, Labels]()
+    every = tuple(rules(costed.resharder.mesh.shape))
+    for places in dict.fromkeys(rule.places for rule in every):
+        alike = [rule for rule in every if rule.places == places]
+        found |= zip(alike, propagation.run(alike), strict=True)
+    yield from (found[rule] for rule in every)
 
 
 @dataclass(frozen=True, eq=False)
 class _Propagation:
-    """Gives each node in program order the cheapest strategy for its neighbours' strategies so far, by all rules at once."""
+    """Gives each node in program order the cheapest strategy for its neighbours' strategies so far; many rules at once."""
 
     costed: CostedGraph
     problem: Problem
     kept: Sequence[np.ndarray]
 
-    def run(self, rules: Sequence[SeedRule]) -> np.ndarray:
-        """[rules, nodes]: the full assignment that follows from each rule."""
-        labels = self._placed(rules)
-        for node in self._order:
-            if left := np.flatnonzero(labels[:, node] == UNDECIDED).tolist():
-                labels[left, node] = self._cheapest(node, labels[left], [rules[i] for i in left])
-        return labels
+    def run(self, rules: Sequence[SeedRule]) -> list[Labels]:
+        """The full assignments that follow from rules that place arguments of the same roles."""
+        labels, following = self._placed(rules), defaultdict[tuple[Axes, bool], list[int]](list)
+        for i, rule in enumerate(rules):
+            following[rule.batch, rule.splits_storage_only].append(i)
+        for node in (node for node in self._order if node not in labels):
+            cost_s = np.broadcast_to(
+                self.problem.node_cost_s[node], (len(rules), len(self.costed.strategies[node]))
+            )
+            for other, between_s in self._neighbours[node]:
+                if other in labels:
+                    cost_s = cost_s + between_s[labels[other]]
+            labels[node] = self._cheapest(node, cost_s, following)
+        return [*zip(*(labels[node].tolist() for node in range(len(labels))), strict=True)]
 
-    def _placed(self, rules: Sequence[SeedRule]) -> np.ndarray:
-        """[rules, nodes]: the strategies of the arguments that a rule places: the largest dimension that can be is split."""
-        labels = np.full((len(rules), len(self.problem.node_cost_s)), UNDECIDED)
+    def _placed(self, rules: Sequence[SeedRule]) -> dict[int, np.ndarray]:
+        """By node, [rules]: the strategies of the arguments that rules place: the largest dimension that can be is split."""
+        labels = dict[int, np.ndarray]()
         for (node, role), (specs, dims) in self._arguments.items():
-            found = dict[tuple[Axes, bool], int]()
-            for own, rule in zip(labels, rules, strict=True):
-                axes, apart = rule.axes(role), rule.splits_storage_only and role is not Role.BATCH
-                if own[node] == UNDECIDED and axes is not None:
-                    if (axes, apart) not in found:
-                        found[axes, apart] = self.kept[node][_placed_at(specs, dims, axes, apart)]
-                    own[node] = found[axes, apart]
+            apart = [rule.splits_storage_only and role is not Role.BATCH for rule in rules]
+            over = [axes for rule in rules if (axes := rule.axes(role)) is not None]
+            if over and node not in labels:
+                how = [*zip(over, apart, strict=True)]
+                at = {one: _placed_at(specs, dims, *one) for one in dict.fromkeys(how)}
+                labels[node] = self.kept[node][[at[one] for one in how]]
         return labels
 
-    def _cheapest(self, node: int, labels: np.ndarray, rules: Sequence[SeedRule]) -> np.ndarray:
-        """[rules]: a node's cheapest strategy, of those that follow a rule, for the strategies of its neighbours so far.
+    def _cheapest(
+        self, node: int, cost_s: np.ndarray, following: Mapping[tuple[Axes, bool], Sequence[int]]
+    ) -> np.ndarray:
+        """[rules]: a node's cheapest strategy of those that follow a rule.
 
         Args:
           node: the node.
-          labels: [rules, nodes] the strategies so far.
-          rules: the rules.
+          cost_s: [rules, strategies] their costs.
+          following: the rules, by the axes of their batches and whether they are frugal.
         """
-        cost_s = np.tile(self.problem.node_cost_s[node], (len(rules), 1))
-        for other, between_s in self._neighbours[node]:
-            at = labels[:, other]
-            if at.min() != UNDECIDED:
-                cost_s += between_s[at]
-            elif len(known := np.flatnonzero(at != UNDECIDED)):
-                cost_s[known] += between_s[at[known]]
         if node not in self._batch_factors:
             return self.kept[node][cost_s[:, self.kept[node]].argmin(axis=1)]
-        found, alike = np.zeros(len(rules), int), defaultdict[tuple[Axes, bool], list[int]](list)
-        for i, rule in enumerate(rules):
-            alike[rule.batch, rule.splits_storage_only].append(i)
-        for how, some in alike.items():
+        found = np.zeros(len(cost_s), int)
+        for how, some in following.items():
             kept = self._following(node, *how)
             found[some] = kept[cost_s[np.ix_(some, kept)].argmin(axis=1)]
         return found
