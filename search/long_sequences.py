@@ -35,6 +35,7 @@ from autoshard.search.ir.attention.layout import KEY, QUERY
 from autoshard.search.ir.attention.ring import ALONE, Ring, ring_over
 from autoshard.search.ir.graph import Graph, Op, Step, Value
 from autoshard.search.memory.attention.cudnn import FUSED
+from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.memory.microbatches import batch_divisors
 from autoshard.search.problem.attention_blocks import BlockLoops
 from autoshard.search.problem.costs import CostedGraph
@@ -165,7 +166,7 @@ def least_in_blocks_s(found: Found, uncapped_bounds_s: Bounds, in_blocks: Step, 
       in_blocks: the step with its attention in blocks.
       is_pinned: whether pins may keep a plan from splitting examples instead of a sequence.
     """
-    scores = _Scores(found.on_mesh.memory.costed, in_blocks, found.labels)
+    scores = _Scores(found.on_mesh.memory.costed, found.step_problem.traced, in_blocks, found.labels)
     pairs = [(scores.alone_s / n, least_s) for n, (least_s, _) in scores.blocks_s.items()]
     return _bounds(scores, pairs, found.cost_s, uncapped_bounds_s, is_pinned)
 
@@ -183,7 +184,7 @@ def least_as_written_s(
       written: the step as it is written, on that plan's mesh.
       is_pinned: whether pins may keep a plan from splitting examples instead of a sequence.
     """
-    scores = _Scores(written, in_blocks)
+    scores = _Scores(written, written.graph.folded.program.step, in_blocks)
     pairs = [(most_s, scores.alone_s / n) for n, (_, most_s) in scores.blocks_s.items()]
     return _bounds(scores, pairs, found.cost_s, uncapped_bounds_s, is_pinned)
 
@@ -215,6 +216,10 @@ def _bounds(
 class _Scores:
     """The kernels that touch scores in a step as it is written, beside the blocks in their place.
 
+    Other arrays may be as large as scores (a hidden layer, scores of an attention that is not recognised). The ops that
+    blocks replace tell them apart. A rewrite of the step, which recomputes for example, may make ops anew; these may touch
+    scores, too.
+
     Attributes:
       alone_s: seconds that these kernels take on one device without any split: at most, if a plan is given, else at least.
       others_s: seconds of computation that all else takes, at least.
@@ -223,8 +228,18 @@ class _Scores:
         devices, or cannot be.
     """
 
-    def __init__(self, costed: CostedGraph, in_blocks: Step, chosen: Labels | None = None) -> None:
+    def __init__(
+        self, costed: CostedGraph, step: Step, in_blocks: Step, chosen: Labels | None = None
+    ) -> None:
+        """Args:
+        costed: the step as it is written, with its recomputation, on a mesh.
+        step: the step as it is written, whole or shortened.
+        in_blocks: the whole step with its attention in blocks.
+        chosen: the strategies of a plan.
+        """
         attentions, cluster = _attentions(in_blocks), costed.resharder.mesh.cluster
+        own_blocks = in_blocks if in_blocks.spelled_out is step else blockwise(step)
+        self.kept = frozenset(_common(step.graph, own_blocks.graph)) if own_blocks else frozenset[Op]()
         self.costed, self.folded = costed, costed.graph.folded
         self.sizes = {(one.num_scores, one.sizes[QUERY]) for one in attentions}
         self.alone_s, nodes = 0.0, set[int]()
@@ -250,7 +265,7 @@ class _Scores:
         costed, folded = self.costed, self.folded
         for op_class in range(len(folded.members)):
             op = folded.op(op_class)
-            if not op.is_boundary and runs_alone(folded, op_class):
+            if not op.is_boundary and runs_alone(folded, op_class) and not self._stays(op_class):
                 places = [(op_class, i, False) for i in range(len(op.operands))]
                 places += [(op_class, r, True) for r in range(len(op.results))]
                 if touched := places[-1:] if op.name in FUSED else [*filter(self._is_scores, places)]:
@@ -266,14 +281,32 @@ class _Scores:
                 yield copy.endpoint, copy.count * np.asarray(costed.copy_seconds(copy))
 
     def _is_scores(self, endpoint: Endpoint) -> bool:
-        """Whether a place holds scores: of their number or a multiple, with two dimensions of the sequence."""
+        """Whether a place of an op that blocks replace holds scores: of their number or a multiple, with two dimensions of
+        the sequence."""
         op_class, i, is_result = endpoint
         op = self.folded.op(op_class)
         shape = self.folded.program.values[(op.results if is_result else op.operands)[i]].shape
-        return any(
+        seems_so = any(
             prod(shape) % number == 0 and prod(shape) > 0 and (shape.count(n) > 1 or n * n in shape)
             for number, n in self.sizes
         )
+        return seems_so and not self._stays(op_class)
+
+    def _stays(self, op_class: int) -> bool:
+        """Whether the step in blocks has all ops of a class, too."""
+        program, members = self.folded.program, self.folded.members[op_class]
+        return all(program.ops[member].op in self.kept for member in members)
+
+
+def _common(graph: Graph, rewritten: Graph) -> Iterator[Op]:
+    """The ops of a graph that a rewrite of it has, too: both make the same values."""
+    makers = {v: op for op in rewritten.ops for v in op.outputs}
+    for op in graph.ops:
+        like = next((makers[v] for v in op.outputs if v in makers), None)
+        if like and like.primitive is op.primitive:
+            yield op
+            for key, bodies in op.bodies.items():
+                yield from chain.from_iterable(map(_common, bodies, like.bodies[key]))
 
 
 def _sums(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -32,8 +32,9 @@ is listed at once, so the kernel is ready `EDGE_S` later than others.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from math import inf
 
 from autoshard.search.device.lowering import Kernel, Loops, Lowered
@@ -116,6 +117,8 @@ class _Scheduler:
       held_beside: by loop, the bytes in memory when it is listed.
       adds_bytes: by unit, the bytes that it reads and that are not in memory.
       frees_bytes: by unit, the bytes that it makes and that are in memory.
+      reads_ended: by unit, whether it reads the result of a collective.
+      num_last: by unit, how many of the arrays that it reads have no other reader left.
     """
 
     def __init__(self, region: Region, budget_bytes: float, held_bytes: float) -> None:
@@ -125,7 +128,9 @@ class _Scheduler:
         self.reads, self.makes = ([tuple(of(unit)) for unit in units] for of in (region.reads, region.makes))
         self.unread = Counter(b for reads in self.reads for b in reads)
         self.outer = frozenset(self.unread).difference(*self.makes)
-        self.ended = frozenset(b for unit in units for b in self._made_by_end(unit))
+        ended = frozenset(b for unit in units for b in self._made_by_end(unit))
+        self.reads_ended = [not ended.isdisjoint(reads) for reads in self.reads]
+        self.num_last = [sum(self.unread[b] == 1 for b in reads) for reads in self.reads]
         self.occupies = [region.occupies(unit) for unit in units]
         self.num_readers, self.first_reader = [0] * len(units), [inf] * len(units)
         self.depth_s, self.wanted_s = [0.0] * len(units), [0.0] * len(units)
@@ -209,7 +214,11 @@ class _Scheduler:
         if node.is_start:
             self.under_way.subtract(self.occupies[unit])
         self._let_go(unit)
-        self.unread.subtract(self.reads[unit])
+        for b in self.reads[unit]:
+            self.unread[b] -= 1
+            if self.unread[b] == 1:
+                for reader in self.readers[b]:
+                    self.num_last[reader] += 1
         if any(b in self.outer and not self.unread[b] for b in self.reads[unit]):
             self.now_s = max(self.now_s, begun_s + EDGE_S)  # an argument is listed at once
         for n in self.region.before[unit]:
@@ -240,68 +249,100 @@ class _Scheduler:
     # --- choosing
 
     def _best(self) -> _Node:
-        """The node to list next."""
-        full = {kind for kind, most in MOST_UNDER_WAY.items() if self.under_way[kind] >= most}
-        allowed = [node for node in self.ready if node.is_start or full.isdisjoint(self.occupies[node.unit])]
-        wanted = full and full.intersection(self._ending())
-        urgency = [self._urgency(node, wanted) for node in allowed]
-        most = min(urgency)
-        best, *others = (node for node, one in zip(allowed, urgency, strict=True) if one == most)
-        until_s = self._until_next_s() if others else None
-        for node in others:
-            if self._is_better(node, best, until_s):
-                best = node
-        return best
+        """The node to list next. Each rule leaves some of the nodes that the rules before it left."""
+        left = self._allowed()
+        for rule in (self._smallest, _ends, self._soonest, self._waited_for, _deepest, self._closest):
+            left = rule(left) if len(left) > 1 else left
+        return self._most_useful(left)
 
-    def _ending(self) -> Iterator[str]:
-        """The kinds of resource of which an end is a candidate."""
-        return (kind for node in self.ready if node.is_end for kind in self.occupies[node.unit])
+    @property
+    def _full(self) -> set[str]:
+        """The kinds of resource of which no other end can be listed."""
+        return {kind for kind, most in MOST_UNDER_WAY.items() if self.under_way[kind] >= most}
 
-    def _urgency(self, node: _Node, wanted: set[str]) -> tuple[float, bool, bool, float, bool, bool, float]:
-        """The node's key by rules 1 to 5; the smallest comes first. `wanted` are the kinds of resource of which too many are
-        under way for another one's end."""
-        growth_bytes, exceeds = self._pressure(node)
-        return (
-            growth_bytes,
-            exceeds,
-            not node.is_end,
-            max(node.ready_s, self.now_s),
-            not node.is_start or wanted.isdisjoint(self.occupies[node.unit]),
-            node.is_start and not node.depth_s,
-            -node.depth_s,
-        )
+    def _allowed(self) -> list[_Node]:
+        full = self._full
+        return [node for node in self.ready if node.is_start or full.isdisjoint(self.occupies[node.unit])]
 
-    def _pressure(self, node: _Node) -> tuple[float, bool]:
-        """Bytes that a node adds to memory, if the budget is used up, and whether its operands exceed the budget."""
-        if 2 * self.held_bytes <= self.budget_bytes:
-            return 0.0, False
-        growth_bytes = self._growth_bytes(node) if self.held_bytes >= self.budget_bytes else 0.0
-        return growth_bytes, self.held_bytes + self.adds_bytes[node.unit] > self.budget_bytes
+    @property
+    def _is_tight(self) -> bool:
+        """Whether memory exceeds half of the budget."""
+        return 2 * self.held_bytes > self.budget_bytes
+
+    def _smallest(self, nodes: list[_Node]) -> list[_Node]:
+        """Rule 1."""
+        if not self._is_tight:
+            return nodes
+        if self.held_bytes >= self.budget_bytes:
+            nodes = _least(nodes, [self._growth_bytes(node) for node in nodes])
+        room_bytes, held_bytes, adds_bytes = self.budget_bytes, self.held_bytes, self.adds_bytes
+        return _least(nodes, [held_bytes + adds_bytes[node.unit] > room_bytes for node in nodes])
 
     def _growth_bytes(self, node: _Node) -> float:
         """Bytes that a node adds to memory. An end counts together with its start, which frees the result."""
         adds_bytes = 0.0 if node.is_end else self.adds_bytes[node.unit]
         return adds_bytes - self.frees_bytes[node.unit]
 
+    def _soonest(self, nodes: list[_Node]) -> list[_Node]:
+        """Rule 3."""
+        now_s = self.now_s
+        return [n for n in nodes if n.ready_s <= now_s] or _least(nodes, [n.ready_s for n in nodes])
+
+    def _waited_for(self, nodes: list[_Node]) -> list[_Node]:
+        """Rule 4."""
+        if full := self._full:
+            ending = {kind for node in self.ready if node.is_end for kind in self.occupies[node.unit]}
+            wanted = full & ending
+            starts = [n for n in nodes if n.is_start and not wanted.isdisjoint(self.occupies[n.unit])]
+            nodes = starts or nodes
+        return [n for n in nodes if n.depth_s or not n.is_start] or nodes
+
+    def _closest(self, nodes: list[_Node]) -> list[_Node]:
+        """Rule 6. The start of a collective never comes first by it. So the winner among others and a start depends on
+        their order, and they are compared two by two."""
+        until_s = self._until_next_s()
+        if until_s is None:
+            return nodes
+        if any(node.is_start for node in nodes):
+            return [reduce(partial(self._closer, until_s), nodes)]
+        return _least(nodes, [abs(until_s - node.seconds) for node in nodes])
+
     def _until_next_s(self) -> float | None:
         """Seconds until another node is ready; None where all are."""
-        soonest_s = min((node.ready_s for node in self.ready if node.ready_s > self.now_s), default=None)
-        return None if soonest_s is None else soonest_s - self.now_s
+        now_s = self.now_s
+        soonest_s = min([node.ready_s for node in self.ready if node.ready_s > now_s], default=None)
+        return None if soonest_s is None else soonest_s - now_s
 
-    def _is_better(self, node: _Node, other: _Node, until_s: float | None) -> bool:
-        """Whether a node comes before another by rules 6 to 10."""
-        if until_s is not None:
-            waste_s, others_s = (abs(until_s - n.seconds) for n in (node, other))
-            if waste_s < others_s and not node.is_start:
-                return True
-            if others_s < waste_s and not other.is_start:
-                return False
-        return self._use(node) > self._use(other)
+    def _closer(self, until_s: float, best: _Node, node: _Node) -> _Node:
+        """The node of two that comes first by rules 6 to 10."""
+        least_s, waste_s = (abs(until_s - n.seconds) for n in (best, node))
+        if waste_s < least_s and not node.is_start:
+            return node
+        if least_s < waste_s and not best.is_start:
+            return best
+        return self._most_useful([best, node])
 
-    def _use(self, node: _Node) -> tuple[bool, int, bool, float, int]:
-        """The node's key by rules 7 to 10; the largest comes first."""
-        reads = () if node.is_end else self.reads[node.unit]
-        is_tight = 2 * self.held_bytes > self.budget_bytes
-        frees = is_tight and self._growth_bytes(node) < 0
-        num_last = 1 if node.is_end else sum(self.unread[b] == 1 for b in reads)
-        return not self.ended.isdisjoint(reads), num_last, frees, node.place, node.unit
+    def _most_useful(self, nodes: list[_Node]) -> _Node:
+        """The first node by rules 7 to 10. An end reads nothing."""
+        if len(nodes) > 1 and not nodes[0].is_end:
+            nodes = [node for node in nodes if self.reads_ended[node.unit]] or nodes
+            nodes = _least(nodes, [-self.num_last[node.unit] for node in nodes])
+        if len(nodes) > 1 and self._is_tight:
+            nodes = [node for node in nodes if self._growth_bytes(node) < 0] or nodes
+        return max(nodes, key=lambda node: (node.place, node.unit))
+
+
+def _ends(nodes: list[_Node]) -> list[_Node]:
+    """Rule 2."""
+    return [node for node in nodes if node.is_end] or nodes
+
+
+def _deepest(nodes: list[_Node]) -> list[_Node]:
+    """Rule 5."""
+    return _least(nodes, [-node.depth_s for node in nodes])
+
+
+def _least(nodes: list[_Node], keys: list[float]) -> list[_Node]:
+    """The nodes with the smallest key."""
+    least = min(keys)
+    return [node for node, key in zip(nodes, keys, strict=True) if key == least]

@@ -19,7 +19,6 @@ from autoshard.search.device.sums_in_place import sums_in_place
 from autoshard.search.device.workspace import Workspaces
 from autoshard.search.ir.sharding import ReshardStep, SharedPaths
 from autoshard.search.ir.spec import shard_shape
-from autoshard.search.problem import equivalence
 from autoshard.search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import FlatOp, ReadPhase, read_phase
@@ -213,7 +212,7 @@ class _Lowering:
         self.is_one_program = is_one_program
         self.added = sums_in_place(live_ranges, self.paths, is_one_program)
         self.additions = {u for u, _ in self.added.values()}
-        self.places = equivalence.places(self.program) if self.program.is_shortened else ()
+        self.places = live_ranges.places
         self.resharded = self._resharded()
         self.carried = self._carried()
 

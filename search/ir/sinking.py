@@ -47,6 +47,8 @@ def sunk(graph: Graph, is_whole: bool = False) -> Graph:
 
 
 def _with_bodies(op: Op, is_whole: bool) -> Op:
+    if not op.bodies:
+        return op
     inner = {key: tuple(sunk(body, is_whole) for body in bodies) for key, bodies in op.bodies.items()}
     return replace(op, bodies=inner)
 

@@ -100,6 +100,11 @@ class LiveRanges:
             self._with_copies[copied] = LiveRanges(self.graph, fusion)
         return self._with_copies[copied]
 
+    @cached_property
+    def places(self) -> tuple[Hashable, ...]:
+        """By position, the key that an op shares with its equivalents in other blocks; none if no op stands for others."""
+        return equivalence.places(self.program) if self.program.is_shortened else ()
+
     def _loops_at(self) -> list[tuple[tuple[int, int], ...]]:
         at: list[tuple[tuple[int, int], ...]] = [()] * len(self.program.ops)
         for loop in self.program.loops:
@@ -164,13 +169,13 @@ class LiveRanges:
         yield from items
         if not self.program.is_shortened:
             return
-        places, seen = equivalence.places(self.program), Counter[Hashable]()
+        seen = Counter[Hashable]()
         alike: dict[Hashable, list[LiveRange]] = {}
         for item in items:
             copy = self.graph.copy_at(item.port.node)
             what = item.position, copy and copy.phase, item.copy_source, item.num_bytes
             seen[what] += 1
-            alike.setdefault((places[item.position], *what[1:], seen[what]), []).append(item)
+            alike.setdefault((self.places[item.position], *what[1:], seen[what]), []).append(item)
         for members in alike.values():
             members.sort(key=lambda item: item.start)
             starts = piled_up_from([item.start for item in members], [item.end for item in members])

@@ -12,7 +12,8 @@ not split costs more than the collectives.
 Rules know roles and sizes, and no model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations, permutations
@@ -41,6 +42,11 @@ class SeedRule:
     others: Axes | None
     splits_storage_only: bool = False
 
+    @property
+    def places(self) -> tuple[bool, bool]:
+        """Whether it says where parameters lie, and where all others but the batch do."""
+        return self.parameters is not None, self.others is not None
+
     def axes(self, role: Role) -> Axes | None:
         """The axes over which an argument of that role is split."""
         if role is Role.BATCH:
@@ -63,41 +69,65 @@ def rules(num_devices: tuple[int, ...]) -> Iterator[SeedRule]:
 
 def seeds(costed: CostedGraph, problem: Problem, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
     """A full assignment by each rule, of the kept strategies; its cost may be infinite."""
-    propagation = _Propagation(costed, problem, kept)
-    for rule in rules(costed.resharder.mesh.shape):
-        yield propagation.run(rule)
+    propagation, found = _Propagation(costed, problem, kept), dict[SeedRule, Labels]()
+    every = tuple(rules(costed.resharder.mesh.shape))
+    for places in dict.fromkeys(rule.places for rule in every):
+        alike = [rule for rule in every if rule.places == places]
+        found |= zip(alike, propagation.run(alike), strict=True)
+    yield from (found[rule] for rule in every)
 
 
 @dataclass(frozen=True, eq=False)
 class _Propagation:
-    """Gives each node in program order the cheapest strategy for its neighbours' strategies so far."""
+    """Gives each node in program order the cheapest strategy for its neighbours' strategies so far; many rules at once."""
 
     costed: CostedGraph
     problem: Problem
     kept: Sequence[np.ndarray]
 
-    def run(self, rule: SeedRule) -> Labels:
-        """The full assignment that follows from a rule."""
-        labels = self._placed(rule)
+    def run(self, rules: Sequence[SeedRule]) -> list[Labels]:
+        """The full assignments that follow from rules that place arguments of the same roles."""
+        labels, following = self._placed(rules), defaultdict[tuple[Axes, bool], list[int]](list)
+        for i, rule in enumerate(rules):
+            following[rule.batch, rule.splits_storage_only].append(i)
         for node in (node for node in self._order if node not in labels):
-            cost_s = self.problem.node_cost_s[node]
+            cost_s = np.broadcast_to(
+                self.problem.node_cost_s[node], (len(rules), len(self.costed.strategies[node]))
+            )
             for other, between_s in self._neighbours[node]:
                 if other in labels:
                     cost_s = cost_s + between_s[labels[other]]
-            kept = self._following(node, rule)
-            labels[node] = int(kept[cost_s[kept].argmin()])
-        return tuple(labels[node] for node in range(len(labels)))
+            labels[node] = self._cheapest(node, cost_s, following)
+        return [*zip(*(labels[node].tolist() for node in range(len(labels))), strict=True)]
 
-    def _placed(self, rule: SeedRule) -> dict[int, int]:
-        """The strategies of the arguments that a rule places: the largest dimension that can be is split."""
-        found = dict[int, int]()
+    def _placed(self, rules: Sequence[SeedRule]) -> dict[int, np.ndarray]:
+        """By node, [rules]: the strategies of the arguments that rules place: the largest dimension that can be is split."""
+        labels = dict[int, np.ndarray]()
         for (node, role), (specs, dims) in self._arguments.items():
-            axes = rule.axes(role)
-            if node in found or axes is None:
-                continue
-            apart = rule.splits_storage_only and role is not Role.BATCH
-            at = _split_apart(specs, dims, axes) if apart else None
-            found[node] = int(self.kept[node][_split_over(specs, dims, axes) if at is None else at])
+            apart = [rule.splits_storage_only and role is not Role.BATCH for rule in rules]
+            over = [axes for rule in rules if (axes := rule.axes(role)) is not None]
+            if over and node not in labels:
+                how = [*zip(over, apart, strict=True)]
+                at = {one: _placed_at(specs, dims, *one) for one in dict.fromkeys(how)}
+                labels[node] = self.kept[node][[at[one] for one in how]]
+        return labels
+
+    def _cheapest(
+        self, node: int, cost_s: np.ndarray, following: Mapping[tuple[Axes, bool], Sequence[int]]
+    ) -> np.ndarray:
+        """[rules]: a node's cheapest strategy of those that follow a rule.
+
+        Args:
+          node: the node.
+          cost_s: [rules, strategies] their costs.
+          following: the rules, by the axes of their batches and whether they are frugal.
+        """
+        if node not in self._batch_factors:
+            return self.kept[node][cost_s[:, self.kept[node]].argmin(axis=1)]
+        found = np.zeros(len(cost_s), int)
+        for how, some in following.items():
+            kept = self._following(node, *how)
+            found[some] = kept[cost_s[np.ix_(some, kept)].argmin(axis=1)]
         return found
 
     @cached_property
@@ -114,13 +144,11 @@ class _Propagation:
                 found[port.node, argument.role] = specs, dims
         return found
 
-    def _following(self, node: int, rule: SeedRule) -> np.ndarray:
+    def _following(self, node: int, batch: Axes, splits_storage_only: bool) -> np.ndarray:
         """The strategies that split the loop over examples over the batch's axes and no others, and under a frugal rule
-        no other loop; all where there is no such loop."""
-        kept, factor = self.kept[node], self._batch_factors.get(node)
-        if factor is None:
-            return kept
-        follows = _follows(self.costed.strategies[node], factor, rule.batch, rule.splits_storage_only)
+        no other loop; all where none does."""
+        kept, factor = self.kept[node], self._batch_factors[node]
+        follows = _follows(self.costed.strategies[node], factor, batch, splits_storage_only)
         following = kept[follows[kept]]
         return following if len(following) else kept
 
@@ -177,6 +205,12 @@ def batch_factors(graph: StrategyGraph) -> dict[int, int]:
                 if out and into and out[0] == found[made.node]:
                     found[read.node] = into[0]
     return found
+
+
+def _placed_at(specs: np.ndarray, dims: Sequence[int], axes: Axes, apart: bool) -> int:
+    """The strategy of an argument that is split over these axes, if `apart` over two dimensions where it can be."""
+    at = _split_apart(specs, dims, axes) if apart else None
+    return _split_over(specs, dims, axes) if at is None else at
 
 
 def _split_apart(specs: np.ndarray, dims: Sequence[int], axes: Axes) -> int | None:

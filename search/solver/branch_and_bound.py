@@ -434,8 +434,9 @@ class _Search:
         return bool(over)
 
     def _drop(self, part: Relaxation) -> None:
-        """Drops labels whose every assignment is no better than the incumbent by more than the gap."""
-        if self.cost_s == np.inf or not part.trws.is_feasible:
+        """Drops labels whose every assignment is no better than the incumbent by more than the gap. A closed part holds no
+        others."""
+        if self.cost_s == np.inf or self._is_closed(part):
             return
         worth_s = self._worth_s()
         self.floor_s = min(self.floor_s, worth_s)

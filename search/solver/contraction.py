@@ -158,11 +158,11 @@ class Contraction:
         if trws.is_feasible:
             trws.keep([bound < worth_s for bound in trws.label_bounds()])
         bound_s, met = -np.inf, list[Labels]()
-        for _ in range(BATCHES):
+        for batch in range(1, BATCHES + 1):
             if trws.is_feasible:
-                swept = [trws.sweep() for _ in range(SWEEPS)]
+                swept = [trws.sweep(picks=batch == BATCHES) for _ in range(SWEEPS)]
                 bound_s = max(bound_s, *(bound for bound, _ in swept))
-                met = [labels for _, labels in swept]
+                met = [labels for _, labels in swept]  # only those of the last batch are wanted
                 trws.keep([bound < worth_s for bound in trws.label_bounds()])
         if not trws.is_feasible:
             self._end(np.inf)

@@ -106,39 +106,35 @@ class _Descent:
             return set()
         old = self.labels[u], self.labels[v]
         cost = edge.cost_s + self._cost(u, v)[:, None] + self._cost(v, u)
-        has_rows, between = self.has_rows[u] or self.has_rows[v], self.between.get((u, v), {})
+        has_rows = self.has_rows[u] or self.has_rows[v]
         self._spend(edge, has_rows)
-        if not has_rows:
-            return self._take(edge, cost)
-        by_u, by_v = self._changes(u, v), self._changes(v, u)
-        by_both = {row: num_bytes - num_bytes[old] for row, num_bytes in between.items()}
-        most = self.over + by_u.max(axis=1) + by_v.max(axis=1)
+        if has_rows:
+            cost += self._overflow_s(u, v)
+        best = divmod(int(cost.argmin()), cost.shape[1])
+        if not cost[best] < _worth_s(float(cost[old])):
+            return set()
+        if has_rows:
+            self.over += self._added(u, v, best)
+        self.labels[u], self.labels[v] = best
+        return {node for node, new, before in zip((u, v), best, old, strict=True) if new != before}
+
+    def _overflow_s(self, u: int, v: int) -> np.ndarray | float:
+        """[labels of u, labels of v]: the price of the bytes by which rows overflow."""
+        by_u, by_v, by_both = self._changes(u, v), self._changes(v, u), self._changes_of_both(u, v)
+        most, total = self.over + by_u.max(axis=1) + by_v.max(axis=1), 0.0
         for row, change in by_both.items():
             most[row] += change.max()
         for row in np.flatnonzero(most > 0).tolist():
             after = self.over[row] + by_u[row][:, None] + by_v[row] + by_both.get(row, 0.0)
-            cost += self.price_s * np.maximum(after, 0.0)
-        changed = self._take(edge, cost)
-        self.over += by_u[:, self.labels[u]] + by_v[:, self.labels[v]]
-        for row, change in by_both.items():
-            self.over[row] += change[self.labels[u], self.labels[v]]
-        return changed
+            total = total + np.maximum(after, 0.0)
+        return self.price_s * total
 
-    def _take(self, edge: Edge, cost: np.ndarray) -> set[int]:
-        """Gives an edge's two nodes their cheapest labels, if these are worth it; returns the nodes that changed."""
-        u, v = edge.u, edge.v
-        old = self.labels[u], self.labels[v]
-        best = divmod(int(cost.argmin()), cost.shape[1])
-        if not cost[best] < _worth_s(float(cost[old])):
-            return set()
-        self.labels[u], self.labels[v] = best
-        return {node for node, new, before in zip((u, v), best, old, strict=True) if new != before}
-
-    def _spend(self, edge: Edge, has_rows: bool) -> None:
-        num_terms = len(self.neighbours[edge.u]) + len(self.neighbours[edge.v])
-        num_pairs = len(self.pairs[edge.u]) + len(self.pairs[edge.v])
-        rows_s = ROWS_S + ROW_S * len(self.over) + PAIR_S * num_pairs if has_rows else 0.0
-        self.clock.spend(MOVE_S + TERM_S * num_terms + rows_s + ENTRY_S * edge.cost_s.size)
+    def _added(self, u: int, v: int, labels: tuple[int, int]) -> np.ndarray:
+        """[rows]: bytes that two nodes add with other labels."""
+        added = self._changes(u, v)[:, labels[0]] + self._changes(v, u)[:, labels[1]]
+        for row, change in self._changes_of_both(u, v).items():
+            added[row] += change[labels]
+        return added
 
     def _changes(self, node: int, without: int) -> np.ndarray:
         """[rows, labels]: bytes that each label of a node adds, against the present label; without those of its pairs with
@@ -150,6 +146,17 @@ class _Descent:
                 per_label = of_pair[self.labels[other]]
                 changes[row] += per_label - per_label[self.labels[node]]
         return changes
+
+    def _changes_of_both(self, u: int, v: int) -> dict[int, np.ndarray]:
+        """By row, [labels of u, labels of v]: bytes that the pair of two nodes adds, against the present labels."""
+        now = self.labels[u], self.labels[v]
+        return {row: of_pair - of_pair[now] for row, of_pair in self.between.get((u, v), {}).items()}
+
+    def _spend(self, edge: Edge, has_rows: bool) -> None:
+        num_terms = len(self.neighbours[edge.u]) + len(self.neighbours[edge.v])
+        num_pairs = len(self.pairs[edge.u]) + len(self.pairs[edge.v])
+        rows_s = ROWS_S + ROW_S * len(self.over) + PAIR_S * num_pairs if has_rows else 0.0
+        self.clock.spend(MOVE_S + TERM_S * num_terms + rows_s + ENTRY_S * edge.cost_s.size)
 
     def _cost(self, node: int, without: int) -> np.ndarray:
         """A node's cost per label: its own and its edges to all neighbours but one."""

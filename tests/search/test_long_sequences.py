@@ -2,6 +2,8 @@
 
 from math import inf
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,6 +53,35 @@ def test_no_plan_of_the_other_form_is_faster_than_its_bound(preset, batch, lengt
     costed = problem.on(cluster, other.on_mesh.shape).memory.costed
     bounds_s = least_as_written_s(other, in_blocks.uncapped_bounds_s, blocks, costed, is_pinned=False)
     assert best.cost_s >= (1 - ROUNDING) * min(bounds_s.get(best.on_mesh.shape, -inf), other.cost_s)
+
+
+def beside_hidden_layer(batch, length):
+    """Attention of one head, and beside it a hidden layer of as many elements as its scores."""
+    attention = layer_step(by_softmax(MASKS["causal"]), 1, 1)
+
+    def loss(v, x):
+        return jnp.sum((jnp.tanh(x @ v["in"]) @ v["out"]).astype("float32") ** 2)
+
+    def step(w, v, x):
+        return attention(w, x), jax.tree.map(lambda v, g: v - 0.1 * g, v, jax.grad(loss)(v, x))
+
+    w, x = layer_shapes(batch, length, 1, 1, 128, "bfloat16")
+    shapes = {"in": (x.shape[-1], length), "out": (length, x.shape[-1])}
+    v = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    return trace(step, w, v, x)
+
+
+def saved_s(step, cluster):
+    """Seconds by which blocks may be faster, by the bound on plans in blocks."""
+    found, blocks = find_as_written(step, cluster, Options(PLENTY)), blockwise(step)
+    bounds_s = least_in_blocks_s(found.found, found.uncapped_bounds_s, blocks, is_pinned=False)
+    return found.uncapped_bounds_s[4,] - bounds_s[4,]
+
+
+def test_blocks_promise_no_more_beside_a_hidden_layer_of_the_size_of_scores():
+    cluster = parse_cluster("4xA100-80GB")
+    alone_s, beside_s = (saved_s(one, cluster) for one in (layer(4, 8192, 1), beside_hidden_layer(4, 8192)))
+    assert beside_s <= max(0.0, alone_s)
 
 
 @pytest.mark.parametrize(

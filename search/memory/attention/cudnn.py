@@ -17,7 +17,7 @@ from autoshard.search.ir.attention.layout import KEY, QUERY, plain_layout
 from autoshard.search.ir.attention.op import BACKWARD, FORWARD, AttentionOp
 from autoshard.search.ir.attention.scores import Mask, Node, Scores
 from autoshard.search.ir.factors.attention import HEADS_FIRST
-from autoshard.search.ir.graph import Op
+from autoshard.search.ir.graph import Graph, Op
 
 FUSED = {"dot_product_attention_fwd_wrapper": FORWARD, "dot_product_attention_bwd_wrapper": BACKWARD}
 
@@ -28,14 +28,10 @@ HIDDEN = -1e30
 """The number that replaces a hidden score. Source: a choice of ours; its exponential is zero beside any score."""
 
 
-def from_cudnn(op: Op, shapes: Sequence[tuple[int, ...]]) -> Op | None:
-    """The blockwise op that computes the same; None for other ops, and for attention in another form.
-
-    Args:
-      op: the op.
-      shapes: of its operands.
-    """
-    if op.name not in FUSED or not _is_plain(op, shapes):
+def from_cudnn(graph: Graph, op: Op) -> Op | None:
+    """The blockwise op that computes the same as an op of a graph; None for other ops, and for attention in another form."""
+    shapes = [graph.value(a).shape for a in op.inputs] if op.name in FUSED else []
+    if not shapes or not _is_plain(op, shapes):
         return None
     name, heads_first = FUSED[op.name], op.params["layout"] == HEADS_FIRST
     heads_at = 1 if heads_first else 2

@@ -124,7 +124,7 @@ def _rewritten(graph: Graph) -> tuple[Graph, int]:
             pairs = [_rewritten(body) for body in inner]
             bodies[key], found = tuple(body for body, _ in pairs), found + sum(n for _, n in pairs)
         op = replace(op, bodies=bodies) if found else op
-        fused = from_cudnn(op, [graph.value(a).shape for a in op.inputs])
+        fused = from_cudnn(graph, op)
         ops.append(fused or op)
         total += found + (fused is not None)
     graph = replace(graph, ops=tuple(ops)) if total else graph

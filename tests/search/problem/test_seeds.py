@@ -26,7 +26,7 @@ def on_mesh(step=chain, args=ARGS, mesh=(2, 8)):
 
 def by_rule(problem, rule):
     """What a rule decides, by name, in words."""
-    labels = _Propagation(problem.memory.costed, problem.problem, problem.pinned({})).run(rule)
+    (labels,) = _Propagation(problem.memory.costed, problem.problem, problem.pinned({})).run([rule])
     return {
         name: problem.codec.text(node, labels[node])
         for node, names in enumerate(problem.codec.names)
