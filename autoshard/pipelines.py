@@ -19,7 +19,7 @@ from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
 from autoshard.options import ALWAYS, Options
-from autoshard.pipeline_request import allowed_executor, requested
+from autoshard.pipeline_request import across_kinds, allowed_executor, are_allowed, requested
 from autoshard.processes import ALONE, Processes
 from autoshard.programs import Built
 from autoshard.progress import Progress
@@ -36,7 +36,6 @@ from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.search import PipelineSearch
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.pipeline.spmd_search import SpmdSearch
-from autoshard.search.pipeline.stage_pins import marks_of
 from autoshard.search.pipeline.step_work import StepWork
 from autoshard.search.plan.executors import JIT, MPMD, SPMD
 from autoshard.search.plan.plan import Plan
@@ -50,23 +49,55 @@ MUCH_FASTER = 1.3
 Source: a choice of ours."""
 
 
-def fastest[One: (SearchResult, Built)](
+def one_program_or_pipeline[One: (SearchResult, Built)](
+    step: Step,
+    hardware: AnyCluster,
+    options: Options,
+    alone: Callable[[Options], One],
+    progress: Progress,
+    processes: Processes = ALONE,
+    is_later: bool = False,
+) -> One | AnyPipeline:
+    """The plan that the options ask for; the faster one if they allow one program and pipelines.
+
+    Args:
+      alone: searches for one program, by the user's options with its time limit.
+      processes: the processes that run the step; the first one searches.
+      is_later: whether this is a later call of a step whose first plan is a pipeline. It is planned as one program if it
+        cannot be a pipeline: a last batch may have fewer examples than the pipeline has microbatches.
+
+    Raises:
+      InfeasibleError: nothing fits.
+
+    Warns:
+      AutoshardWarning: a later call is planned as one program.
+    """
+    if isinstance(hardware, MixedCluster):
+        return searched(step, hardware, across_kinds(hardware, options), progress, processes)
+    if not are_allowed(options):
+        return alone(options)
+    limit_s = options.time_limit_s  # of which one program before pipelines gets most
+    before = options if limit_s is None else replace(options, time_limit_s=limit_s / LATEST)
+    if options.num_stages is None:
+        return _fastest(step, hardware, options, lambda: alone(before), progress, processes)
+    try:
+        return searched(step, hardware, options, progress, processes)
+    except InputError as e:
+        if not is_later:
+            raise
+        warn(f"this call of {step.name} is planned as one program, since it cannot be a pipeline: {e}")
+        return alone(before)
+
+
+def _fastest[One: (SearchResult, Built)](
     step: Step,
     cluster: Cluster,
     options: Options,
     alone: Callable[[], One],
-    progress: Progress = lambda line: None,
-    processes: Processes = ALONE,
+    progress: Progress,
+    processes: Processes,
 ) -> One | AnyPipeline:
     """The faster of one program and a pipeline of any number of stages.
-
-    Args:
-      step: the traced step.
-      cluster: the cluster that it will run on.
-      options: the user's options, which ask for a pipeline or allow one.
-      alone: searches for one program.
-      progress: called with one line per stage of the work.
-      processes: the processes that run the step; the first one searches.
 
     Raises:
       InfeasibleError: neither fits; the message tells how one program could fit.
@@ -80,7 +111,7 @@ def fastest[One: (SearchResult, Built)](
     prepared = _prepared(step, cluster, options, found, clock_s)
     cutoff_s = math.inf if found is None else found.plan.estimates.step_s
     try:
-        least_s = _least_s(step, cluster, options, prepared)
+        least_s = _least(lambda search: search.least_s(), step, cluster, options, prepared)
         if found is not None and least_s >= cutoff_s:
             if options.stages is not None:
                 progress(
@@ -91,7 +122,7 @@ def fastest[One: (SearchResult, Built)](
             "looking for a pipeline, " + ("as nothing else fits" if found is None else "which may be faster")
         )
         faster = searched(step, cluster, options, progress, processes, cutoff_s, prepared)
-        return _waited(faster, JIT, alone_s)
+        return faster.waited(JIT, alone_s)
     except (InfeasibleError, InputError) as e:
         progress(f"no pipeline: {e}")
         if found is None:
@@ -105,10 +136,6 @@ def _prepared(
     """The clock of the search so far goes on, and the work of the step is that of one program.
 
     Args:
-      step: the traced step.
-      cluster: the cluster that it will run on.
-      options: the user's options, which ask for a pipeline or allow one.
-      found: one program, if one fits.
       clock_s: the processor's time when the search began.
     """
     if found is None:
@@ -123,25 +150,12 @@ def _deadline(options: Options, clock: SearchClock, began_s: float, waited_s: fl
     """The deadline of the search for pipelines behind one program.
 
     Args:
-      options: the user's options.
-      clock: counts the work of the search.
       began_s: the processor's time when the search began.
       waited_s: seconds in which it waited for the compiler.
     """
     if options.time_limit_s is not None:
         return Deadline(PROCESSOR, began_s + options.time_limit_s - waited_s)
     return Deadline(clock, LATEST * DEFAULT_TIME_LIMIT_S if options.stages is None else math.inf)
-
-
-def time_of_one_program(options: Options) -> Options:
-    """The options of the search for one program before pipelines, which gets most of a user's time limit."""
-    limit_s = options.time_limit_s
-    return options if limit_s is None else replace(options, time_limit_s=limit_s / LATEST)
-
-
-def _least_s(step: Step, cluster: Cluster, options: Options, prepared: Prepared) -> float:
-    """Seconds of a step of any pipeline with equal stages, at least."""
-    return _least(lambda search: search.least_s(), step, cluster, options, prepared)
 
 
 def _least(
@@ -159,8 +173,7 @@ def _least(
     asked, executor = requested(step, cluster, options), allowed_executor(options)
     searches = list[PipelineSearch | SpmdSearch]()
     if executor != SPMD:
-        marks = marks_of(step, asked.pins)
-        searches.append(PipelineSearch(step, marks, cluster, asked, prepared=prepared))
+        searches.append(PipelineSearch(step, cluster, asked, prepared=prepared))
     if executor != MPMD and isinstance(cluster, Cluster):
         searches.append(SpmdSearch(step, cluster, asked, prepared=prepared))
     found, refused = list[float](), list[InputError]()
@@ -172,46 +185,6 @@ def _least(
     if not found:
         raise refused[0]
     return min(found)
-
-
-def _waited[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
-    found: Found, part: str, seconds: float
-) -> Found:
-    """A copy of a pipeline whose search times also hold these seconds under the name `part`."""
-    search_s = {**found.plan.search_s, part: seconds}
-    return replace(found, plan=replace(found.plan, search_s=search_s))
-
-
-def found_or_alone[One: (SearchResult, Built)](
-    step: Step,
-    cluster: Cluster,
-    options: Options,
-    alone: Callable[[], One],
-    progress: Progress = lambda line: None,
-    processes: Processes = ALONE,
-) -> One | AnyPipeline:
-    """A later call of a step whose first plan is a pipeline: a pipeline as well, or one program where that is impossible. A
-    last batch may have fewer examples than the pipeline has microbatches.
-
-    Args:
-      step: the later call, traced.
-      cluster: the cluster that it will run on.
-      options: the user's options, with the stages of the first call.
-      alone: searches for one program.
-      progress: called with one line per stage of the work.
-      processes: the processes that run the step; the first one searches.
-
-    Raises:
-      InfeasibleError: nothing fits.
-
-    Warns:
-      AutoshardWarning: the result is one program.
-    """
-    try:
-        return searched(step, cluster, options, progress, processes)
-    except InputError as e:
-        warn(f"this call of {step.name} is planned as one program, since it cannot be a pipeline: {e}")
-        return alone()
 
 
 def searched(
@@ -226,12 +199,7 @@ def searched(
     """Searches for a pipeline whose step takes less than `cutoff_s`.
 
     Args:
-      step: the traced step.
-      cluster: the cluster that it will run on.
-      options: the user's options, which ask for a pipeline or allow one.
-      progress: called with one line per stage of the work.
       processes: the processes that run the step; the first one searches.
-      cutoff_s: seconds.
       prepared: the time and the bounds of the search; by default those of a new one.
 
     Raises:
@@ -261,16 +229,15 @@ def searched(
     return processes.found_by_the_first(kept, apply)
 
 
-def _certified[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
-    found: Found, step: Step, cluster: AnyCluster, options: Options, prepared: Prepared
-) -> Found:
+def _certified(
+    found: AnyPipeline, step: Step, cluster: AnyCluster, options: Options, prepared: Prepared
+) -> AnyPipeline:
     """A copy of a pipeline with its gap to a bound on all pipelines that the options allow; without one if the work of the
     step is not known."""
     if prepared.bounds is None:
         return found
     bound_s = _least(lambda search: search.work_s(), step, cluster, options, prepared)
-    gap = max(0.0, 1 - bound_s / found.plan.estimates.step_s)
-    return replace(found, plan=replace(found.plan, gap=gap))
+    return found.with_plan(gap=max(0.0, 1 - bound_s / found.plan.estimates.step_s))
 
 
 def _faster(
@@ -303,14 +270,14 @@ def _faster(
             plain = prepared.parts[found.plan.microbatches * found.plan.num_replicas]
             told_s = perf_counter()
             _tell_of_parts(step, cluster, found.plan, plain, progress)
-            found = _waited(found, "one kind of device alone", perf_counter() - told_s)
+            found = found.waited("one kind of device alone", perf_counter() - told_s)
         is_tried = isinstance(cluster, Cluster) and executor != MPMD
-        return _waited(found, SPMD, as_one_s) if is_tried else found
+        return found.waited(SPMD, as_one_s) if is_tried else found
     except (InfeasibleError, InputError) as e:
         if as_one is None:
             raise
         progress(f"not with a program per stage: {e}")
-        return _waited(as_one, MPMD, perf_counter() - start_s - as_one_s)
+        return as_one.waited(MPMD, perf_counter() - start_s - as_one_s)
 
 
 def _tell_of_parts(step: Step, cluster: MixedCluster, plan: Plan, parts: Parts, progress: Progress) -> None:

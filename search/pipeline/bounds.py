@@ -61,8 +61,6 @@ def least_makespan_s(name: str, costs: Sequence[StageCost], num_microbatches: in
     """Seconds from the first start to the last end, at least, of any schedule of a family.
 
     Args:
-      name: the family's.
-      costs: costs of each stage.
       num_microbatches: microbatches of each replica.
       num_workers: groups of devices.
     """

@@ -52,7 +52,6 @@ def fastest_cut(problem: InterOpProblem, relative_gap: float) -> InterOpPlan | N
     """The fastest cut into stages that fits; None if none does.
 
     Args:
-      problem: layers, devices and costs.
       relative_gap: largest share by which the plan may be slower than the best one; 0 for the best one.
     """
     return _LimitSearch(problem).run(relative_gap)

@@ -18,6 +18,7 @@ from autoshard.search.memory.microbatches import looped
 from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
 from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.options import pin_marks
 from autoshard.search.pipeline.intra_op import NO_PINS, IntraOp, as_tasks, of_replica, solved
 from autoshard.search.pipeline.layer_costs import LayerCosts, Ledger
 from autoshard.search.pipeline.layer_shares import LayerShares
@@ -68,7 +69,6 @@ class Parts:
     def of(
         cls,
         step: Step,
-        marks: Sequence[str],
         cluster: Cluster,
         count: int,
         sites: frozenset[Site] = frozenset(),
@@ -82,21 +82,16 @@ class Parts:
         """Makes a step ready.
 
         Args:
-          step: the traced step.
-          marks: as for `StepProblem.of`.
           cluster: nodes of one kind on which stages stand.
-          count: number of parts.
-          sites: ops to recompute.
           borders: further positions in the forward phase at which layers begin.
-          clock: the clock of all searches for it.
           most_layers: largest number of layers.
           pins: the specs in which arguments must rest.
           decided: per argument, a plan's decisions for it; empty without a plan.
           hosted: the arguments that rest in the host's memory.
         """
-        device = cluster.device
+        split, marks, device = looped(step, count), pin_marks(step, pins), cluster.device
         problem = StepProblem.of(
-            looped(step, count), marks, device, sites, hosted, decided=decided, clock=clock, as_run=as_tasks
+            split, marks, device, sites, hosted, decided=decided, clock=clock, as_run=as_tasks
         )
         clock.spend(PARTS_S * len(problem.graph.folded.program.ops))
         return cls(problem, cluster, borders, most_layers=most_layers, pins=pins)

@@ -1,6 +1,6 @@
 """Values that all searches for pipelines of one step share: the step in parts, its bounds, and the time limit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -41,7 +41,6 @@ class Prepared:
         self,
         count: int,
         step: Step,
-        marks: Sequence[str],
         cluster: Cluster,
         most_layers: int,
         pins: Mapping[str, Any] = NO_PINS,
@@ -51,7 +50,6 @@ class Prepared:
         if count not in self.parts:
             self.parts[count] = Parts.of(
                 step,
-                marks,
                 cluster,
                 count,
                 clock=self.clock,

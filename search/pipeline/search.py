@@ -71,14 +71,12 @@ class PipelineSearch:
     def __init__(
         self,
         step: Step,
-        marks: Sequence[str],
         cluster: AnyCluster,
         options: PipelineOptions,
         progress: Callable[[str], None] = lambda line: None,
         prepared: Prepared | None = None,
     ) -> None:
-        self.step, self.marks, self.cluster = step, marks, cluster
-        self.options, self.progress = options, progress
+        self.step, self.cluster, self.options, self.progress = step, cluster, options, progress
         self.meshes = StageMeshes(step, cluster, options)
         check_axes(options.pins)
         self.prepared = prepared or Prepared.within()
@@ -183,7 +181,7 @@ class PipelineSearch:
         self.progress(f"the step in {count} parts")
         options, first = self.options, self.cluster.groups[0]
         parts = self.prepared.in_parts(
-            count, self.step, self.marks, first, options.most_layers, options.pins, options.hosted
+            count, self.step, first, options.most_layers, options.pins, options.hosted
         )
         self._check_layers(parts)
         self._take_work_from(parts)

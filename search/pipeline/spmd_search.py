@@ -259,8 +259,7 @@ class SpmdSearch:
 
     def _in_parts(self, count: int, candidates: Sequence[SpmdCandidate]) -> None:
         self.progress(f"the step in {count} parts, as one program")
-        marks, most_layers = [""] * len(self.step.arguments), self.options.most_layers
-        parts = self.prepared.in_parts(count, self.step, marks, self.cluster, most_layers)
+        parts = self.prepared.in_parts(count, self.step, self.cluster, self.options.most_layers)
         if self._has_fit(parts, candidates) or self.options.remat == "never":
             return
         for choice in parts.choices(max(one.shape for one in candidates)):

@@ -20,12 +20,6 @@ MOST_AXES = 2
 """Largest number of axes of a replica's mesh. Source: `mesh=`, as it is documented."""
 
 
-def marks_of(step: Step, pins: Mapping[str, Any]) -> list[str]:
-    """Per argument, what keeps it from being decided with others like it. A plan repeats the pins of its search, so that
-    both fold the step alike."""
-    return [str(pins.get(argument.name, "")) for argument in step.arguments]
-
-
 def check_axes(pins: Mapping[str, Any]) -> None:
     """Refuses pins to axes that no stage's mesh has.
 

@@ -110,7 +110,7 @@ def bounds_of(dtype: str) -> PipelineBounds:
 @cache
 def parts_of(dtype: str, count: int) -> Parts:
     step = step_of(dtype)
-    return Parts.of(step, [""] * len(step.arguments), CLUSTER, count)
+    return Parts.of(step, CLUSTER, count)
 
 
 def equal_stages(parts: Parts, one: Pipelines) -> Proposal:
