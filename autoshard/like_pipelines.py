@@ -31,8 +31,6 @@ def planned_like(step: Step, other: Pipeline, memory: str | int | None = None) -
     """The pipeline of a step whose arguments rest where another step's pipeline has them.
 
     Args:
-      step: the traced step.
-      other: the other step's pipeline.
       memory: the cap per device, as users say it; by default that of the other plan.
 
     Raises:

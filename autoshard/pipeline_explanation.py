@@ -45,11 +45,7 @@ def explain(step: Step, plan: Plan, cluster: AnyCluster, name: str, place: str) 
     """Explains a pipeline's stages, schedule or microbatches, or the place of an argument.
 
     Args:
-      step: the traced step.
-      plan: the pipeline's plan.
-      cluster: the plan's.
       name: `stages`, `schedule` or `microbatches`, or the path of an argument.
-      place: the plan's name in messages.
 
     Raises:
       PlanError: the plan is for another step, or decides nothing under this name.

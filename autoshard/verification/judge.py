@@ -70,7 +70,6 @@ class CompilerVerifier:
         """A plan's predictions beside the statistics of its compiled program.
 
         Args:
-          found: a plan on its step.
           full: whether to compile all blocks, however many are alike.
         """
 

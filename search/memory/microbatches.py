@@ -61,10 +61,6 @@ from autoshard.search.memory.written import SCOPE, Written
 def microbatched(step: Step, count: int) -> Step:
     """The step with its batch split into microbatches.
 
-    Args:
-      step: the traced step.
-      count: number of microbatches.
-
     Returns:
       A step with the same arguments, and results that differ by the order of sums; for one microbatch the given step.
 

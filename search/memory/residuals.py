@@ -234,11 +234,6 @@ class Residuals:
 def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) -> tuple[Residuals, ...]:
     """The residuals of a step, graph by graph.
 
-    Args:
-      costed: the step on a mesh.
-      fusion: the values that the step stores.
-      strategies: of every node.
-
     Returns:
       One problem for each graph that holds both phases, followed by those of its loops.
     """

@@ -90,13 +90,6 @@ def updated_there(
 ) -> frozenset[int]:
     """The arguments that a plan has the host update.
 
-    Args:
-      step: the step.
-      decisions: the plan's.
-      on_host: the arguments that it rests in the host's memory.
-      cluster: the cluster that runs it.
-      place: the plan's name, for messages.
-
     Raises:
       PlanError: one that the host cannot update, or a cluster that does not say how fast its hosts are.
     """
@@ -356,8 +349,6 @@ class DecisionCodec:
         """All possible texts of a decision.
 
         Args:
-          name: the decision's name.
-          place: the plan's name in messages.
           kept: per node, the strategies that the plan's executor supports; by default all.
 
         Raises:

@@ -29,11 +29,7 @@ def estimate(
     """Time, memory and collectives under a full assignment of strategies.
 
     Args:
-      costed: the costs of all strategies.
-      chosen: the strategy of each node.
-      device: the prediction of one device.
       hidden_s: seconds of communication that computation hides, those of rings left out.
-      host_bytes: bytes on the host.
     """
     compute_s = costed.compute_s(chosen)
     collectives = _collectives(costed, chosen)

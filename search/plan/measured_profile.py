@@ -32,13 +32,7 @@ RECOMPUTATION = "recomputation"
 
 
 def measured_profile(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> Profile:
-    """The profile of a full assignment of strategies.
-
-    Args:
-      costed: the step on its mesh, as it runs.
-      chosen: per node, its strategy.
-      device: its kernels.
-    """
+    """The profile of a full assignment of strategies."""
     moments, course = device.course()
     seconds = max((moment.end_s for moment in moments), default=0.0)
     return Profile(

@@ -52,8 +52,6 @@ def measured_shares(
 
     Args:
       costed: the step on its mesh, as it runs: in microbatches, and with recomputed ops.
-      chosen: per node, its strategy.
-      collectives: those of a step.
     """
     measured = _Measured(costed, ReshardPaths(costed, chosen), _Followed.of(costed.graph.folded.program))
     return WorkShares(

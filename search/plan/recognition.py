@@ -25,11 +25,6 @@ def outlined(step: Step) -> Outline:
 def check_is_for(plan: PlanValues, step: Step, place: str) -> None:
     """Checks that a plan was made for a step.
 
-    Args:
-      plan: the plan.
-      step: the traced step.
-      place: the plan's name in messages.
-
     Raises:
       PlanError: the plan was made for another step; the message says how this one differs.
     """

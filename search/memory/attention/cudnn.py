@@ -29,12 +29,7 @@ HIDDEN = -1e30
 
 
 def from_cudnn(op: Op, shapes: Sequence[tuple[int, ...]]) -> Op | None:
-    """The blockwise op that computes the same; None for other ops, and for attention in another form.
-
-    Args:
-      op: the op.
-      shapes: of its operands.
-    """
+    """The blockwise op that computes the same; None for other ops, and for attention in another form."""
     if op.name not in FUSED or not _is_plain(op, shapes):
         return None
     name, heads_first = FUSED[op.name], op.params["layout"] == HEADS_FIRST
