@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from autoshard import lowerings, pipelines, planning
+from autoshard import lowerings, planning
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError, closest
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
 from autoshard.lowerings import Found
 from autoshard.options import Options
+from autoshard.pipelines import PipelineSearches
 from autoshard.search.explained_memory import pinned
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import format_spec
@@ -169,7 +170,7 @@ class _Neighbourhood:
             assert not isinstance(cluster, MixedCluster)
             return planning.find(self.step, cluster, planning.options(self.step, cluster, options)).plan
         prepared = self._prepared if options.stages == len(self.plan.stages) else None
-        return pipelines.searched(self.step, self.cluster, options, cutoff_s=cutoff_s, prepared=prepared).plan
+        return PipelineSearches(self.step, self.cluster, options).fastest(cutoff_s, prepared).plan
 
     @cached_property
     def _prepared(self) -> Prepared:
