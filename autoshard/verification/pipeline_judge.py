@@ -24,8 +24,7 @@ from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification.judge import CompilerVerifier, lowered, telling
 from autoshard.verification.pipeline_result import PipelineVerification
-from autoshard.verification.records import Footprint, ProgramProof, StageProof
-from autoshard.verification.result import beside
+from autoshard.verification.records import Footprint, ProgramProof, StageProof, beside
 
 
 def verified_for_all(verifier: CompilerVerifier, found: SpmdPipeline, full: bool) -> PipelineVerification:
