@@ -14,13 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.cost_model.errors import InputError
-from autoshard.cost_model.units import format_mesh
+from autoshard.executors.jit import mesh_of
 from autoshard.search.ir.spec import WHOLE, Spec, partition_spec
-from autoshard.search.plan.spmd_resting import is_shared_out, num_microbatches, resting_spec
+from autoshard.search.plan.spmd_resting import is_shared_out, mesh_shape, num_microbatches, resting_spec
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.plan.values import REPLICA, STAGE
 
@@ -43,24 +41,14 @@ class SpmdLayout:
     mesh: Mesh | AbstractMesh
 
     @classmethod
-    def on(cls, program: SpmdStep, sharding: SpmdSharding, devices: Sequence[Any] | int) -> "SpmdLayout":
-        """The layout on the first of these devices, or on an abstract mesh for this number of devices.
+    def on(cls, program: SpmdStep, sharding: SpmdSharding, devices: Sequence[Any] | None) -> "SpmdLayout":
+        """The layout on the first of these devices; on an abstract mesh without devices.
 
         Raises:
           InputError: there are fewer devices than the mesh has.
         """
-        shape = (program.num_workers, sharding.num_replicas, *sharding.mesh_shape)
-        names, wanted = (STAGE, REPLICA, *sharding.axis_names), prod(shape)
-        if (num := devices if isinstance(devices, int) else len(devices)) < wanted:
-            raise InputError(
-                f"the plan's mesh {format_mesh(shape)} needs {wanted} devices, and there are {num}. Plan again for "
-                "the devices at hand, or run on more"
-            )
-        if isinstance(devices, int):
-            mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
-        else:
-            mesh = Mesh(np.array(devices[:wanted]).reshape(shape), names)
-        return cls(program, sharding, mesh)
+        names = (STAGE, REPLICA, *sharding.axis_names)
+        return cls(program, sharding, mesh_of(mesh_shape(program, sharding), names, devices))
 
     @property
     def num_microbatches(self) -> int:

@@ -157,6 +157,21 @@ class Op:
         return _jax.scan_counts(self.params)
 
     @property
+    def sliced(self) -> tuple[Atom, ...]:
+        """The inputs of a `scan` of which each iteration gets a slice."""
+        return self.inputs[sum(self.loop_counts) :]
+
+    @property
+    def carried(self) -> tuple[int, ...]:
+        """The outputs of a `scan` that are the last carries."""
+        return self.outputs[: self.loop_counts[1]]
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """The outputs of a `scan` that hold a slice of each iteration."""
+        return self.outputs[self.loop_counts[1] :]
+
+    @property
     def operands(self) -> tuple[int, ...]:
         """The inputs that are values rather than literals."""
         return tuple([a for a in self.inputs if isinstance(a, int)])

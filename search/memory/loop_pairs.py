@@ -22,7 +22,7 @@ def loop_pairs(graph: Graph) -> dict[int, list[int]]:
     for b, op in enumerate(graph.ops):
         if op.name != "scan" or op.phase is not Phase.BACKWARD:
             continue
-        xs = op.inputs[sum(op.loop_counts) :]
+        xs = op.sliced
         for f in sorted({maker[a] for a in xs if isinstance(a, int) and a in maker}):
             forward = graph.ops[f]
             is_loop = forward.name == "scan" and forward.phase is Phase.FORWARD
@@ -33,7 +33,7 @@ def loop_pairs(graph: Graph) -> dict[int, list[int]]:
 
 def _stacked(loop: Op) -> tuple[int, ...]:
     """The stacked results of a scan."""
-    return loop.outputs[loop.loop_counts[1] :]
+    return loop.stacked
 
 
 @dataclass(eq=False)

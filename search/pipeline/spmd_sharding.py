@@ -58,7 +58,7 @@ def _stacked_in_parts(
                     read.setdefault(v, set()).add(path[-1].after if is_sliced else None)
     for part in program.parts:
         if isinstance(part, LayerLoop):
-            for v in part.op.outputs[part.op.loop_counts[1] :]:
+            for v in part.op.stacked:
                 if v in part.exported and len(specs := read.get(v, set())) == 1 and (spec := specs.pop()):
                     yield v, spec
 
