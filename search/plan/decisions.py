@@ -26,6 +26,7 @@ import numpy as np
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import PlanError
+from autoshard.cost_model.memo import memo
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, format_spec, parse_spec
@@ -216,16 +217,11 @@ class DecisionCodec:
         return self._spec_texts(port_specs(port, self.costed.strategies[port.node]))
 
     def _spec_texts(self, specs: np.ndarray) -> list[str]:
-        rows = [tuple(s) for s in specs.tolist()]
-        for spec in rows:
-            if spec not in self._text_of:
-                self._text_of[spec] = format_spec(spec, self.axis_names)
-        return [self._text_of[spec] for spec in rows]
+        return [self._spec_text(tuple(spec)) for spec in specs.tolist()]
 
-    @cached_property
-    def _text_of(self) -> dict[Spec, str]:
-        """Memo of `_spec_texts`."""
-        return {}
+    @memo
+    def _spec_text(self, spec: Spec) -> str:
+        return format_spec(spec, self.axis_names)
 
     def decisions(self, strategies: Sequence[int]) -> Decisions:
         """The decisions of a full assignment. A group with one strategy has none."""
