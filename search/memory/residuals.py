@@ -502,8 +502,7 @@ class _Reader:
         """Light ops on constants and on arguments other than the batch (parameters, state, keys)."""
         known = {v for v, _ in graph.constants}
         if not path:
-            arguments = self.program.step.arguments
-            known |= {v for v, a in zip(graph.inputs, arguments, strict=True) if a.role is not Role.BATCH}
+            known |= {v for v, a in self.program.step.inputs if a.role is not Role.BATCH}
         of_arguments: set[int] = set()
         for i in forward:
             op = graph.ops[i]

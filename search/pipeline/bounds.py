@@ -190,8 +190,7 @@ class PipelineBounds:
         dtypes = dict.fromkeys(value.dtype for value in _made(graph))
         inexact = (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact))
         narrow_bytes = min((dtype.itemsize for dtype in inexact), default=0)
-        values = zip(graph.inputs, self.step.arguments, strict=True)
-        learned = [graph.values[v] for v, a in values if a.role is Role.PARAMETER]
+        learned = [graph.values[v] for v, a in self.step.inputs if a.role is Role.PARAMETER]
         return sum(v.num_bytes * min(1.0, narrow_bytes / v.itemsize) for v in learned)
 
 

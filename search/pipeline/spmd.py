@@ -126,7 +126,6 @@ class _SpmdWriter:
         made = [v for op in step.prologue for v in op.outputs if v in exported]
         prologue = self._graph(step.prologue, step.step.graph.inputs, made)
         epilogue = self._graph(step.epilogue, epilogue_reads, step.step.graph.outputs)
-        arguments = zip(self.traced.graph.inputs, self.traced.arguments, strict=True)
         return SpmdStep(
             self.traced,
             num_workers,
@@ -140,7 +139,11 @@ class _SpmdWriter:
             self.examples,
             step.of_microbatch,
             {v: step.pieces[v] for v in epilogue_reads if v in step.pieces},
-            frozenset(v for v, argument in arguments if argument.role is Role.BATCH and step.values[v].shape),
+            frozenset(
+                v
+                for v, argument in self.traced.inputs
+                if argument.role is Role.BATCH and step.values[v].shape
+            ),
             layered(step, self.loops, self.sum_of),
         )
 

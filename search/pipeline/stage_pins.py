@@ -45,8 +45,7 @@ def shapes_for(pins: Mapping[str, Any], step: Step, num_devices: int) -> Iterato
 def may_rest(pins: Mapping[str, Any], step: Step, shape: Sequence[int]) -> bool:
     """True if a mesh has the axes of all pins and divides the pinned arguments."""
     names, sizes = AXIS_NAMES[len(shape)], tuple(shape)
-    arguments = zip(step.arguments, step.graph.inputs, strict=True)
-    shapes = {a.name: step.graph.values[v].shape for a, v in arguments}
+    shapes = {a.name: step.graph.values[v].shape for v, a in step.inputs}
     return named_axes(pins).keys() <= set(names) and all(
         len(spec) <= len(shapes[name]) and divides(from_partition_spec(spec, names), shapes[name], sizes)
         for name, spec in pins.items()
