@@ -16,6 +16,11 @@ SCOPE = "recomputed"
 """Suffix of the name scopes of recomputed ops. (`jax.checkpoint` recomputes ops in the scope `rematted_computation`.)"""
 
 
+def is_recomputed(op: Op | None) -> bool:
+    """True if an op was added to recompute another one."""
+    return op is not None and op.scope.endswith(SCOPE)
+
+
 class OpCopier:
     """Recomputes ops of a forward graph in another place.
 
