@@ -244,22 +244,14 @@ class SpmdSearch:
         each = ((one.count, prod(one.shape)) for one in self._all() if self._may_hold(one.num_replicas))
         return 0.0 if bounds is None else min((bounds.work_s(*one) for one in each), default=inf)
 
-    def _least_s(self, candidate: SpmdCandidate) -> float:
+    def _least_s(self, one: SpmdCandidate) -> float:
         """Lower bound on the seconds of a step."""
-        if self.prepared.bounds is None:
-            return 0.0
-        family = Pipelines(
-            candidate.schedule,
-            candidate.microbatches,
-            candidate.num_replicas,
-            candidate.shape,
-            is_one_program=True,
-        )
-        return self.prepared.bounds.least_s(family, candidate.stages)
+        family = Pipelines(one.schedule, one.microbatches, one.num_replicas, one.shape, is_one_program=True)
+        return self.prepared.least_s(family, one.stages)
 
     def _in_parts(self, count: int, candidates: Sequence[SpmdCandidate]) -> None:
         self.progress(f"the step in {count} parts, as one program")
-        parts = self.prepared.in_parts(count, self.step, self.cluster, self.options.most_layers)
+        parts = self.prepared.in_parts(count, self.step, self.cluster, self.options)
         if self._has_fit(parts, candidates) or self.options.remat == "never":
             return
         for choice in parts.choices(max(one.shape for one in candidates)):

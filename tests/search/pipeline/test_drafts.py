@@ -69,7 +69,7 @@ PREPARED = Prepared.within()
 def plain(count: int) -> Parts:
     """As the searches prepare it."""
     step = traced()
-    return PREPARED.in_parts(count, step, CLUSTER, MAX_LAYERS)
+    return PREPARED.in_parts(count, step, CLUSTER, PipelineOptions(80 << 30))
 
 
 @cache
