@@ -31,7 +31,7 @@ from autoshard.search.plan.explained import CHEAPER_ELSEWHERE, IMPROVABLE, NOT_P
 from autoshard.search.plan.explained_pipeline import NOT_NEEDED, Neighbour, PipelineExplanation, Place
 from autoshard.search.plan.headline import headline
 from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.spmd_resting import mesh_shape, resting_spec
+from autoshard.search.plan.spmd_resting import SpmdResting
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import REPLICA, STAGE
 
@@ -227,5 +227,6 @@ def _on_a_stage(found: Pipeline, value: int) -> Place:
 
 def _on_all_stages(found: SpmdPipeline, value: int) -> Place:
     names = (STAGE, REPLICA, *found.sharding.axis_names)
-    mesh = dict(zip(names, mesh_shape(found.program, found.sharding), strict=True))
-    return Place(None, mesh, format_spec(resting_spec(found.program, found.sharding, value), names))
+    resting = SpmdResting(found.program, found.sharding)
+    mesh = dict(zip(names, resting.mesh_shape, strict=True))
+    return Place(None, mesh, format_spec(resting.resting_spec(value), names))

@@ -28,8 +28,8 @@ from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.part_kernels import PartKernels, Runs, length_of
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.plan.collective_totals import EqualCollectives, added_up
-from autoshard.search.plan.spmd_resting import is_shared_out, mesh_shape, num_microbatches, resting_spec
-from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
+from autoshard.search.plan.spmd_resting import SpmdResting
+from autoshard.search.plan.spmd_step import LayerLoop, Segment
 from autoshard.search.plan.values import REPLICA, STAGE, Collective
 from autoshard.search.problem.costs import COMBINED_BYTES
 
@@ -68,19 +68,15 @@ class Message:
 
 
 @dataclass(frozen=True, eq=False)
-class SpmdCosts:
+class SpmdCosts(SpmdResting):
     """The costs of a pipeline that runs as one program.
 
     Attributes:
-      program: the program.
-      sharding: the specs of its values on a replica's devices.
-      intra_op: the solution that decides these.
+      intra_op: the solution that decides the specs of values on a replica's devices.
       step: the step in parts from which the program was written.
       cluster: the devices.
     """
 
-    program: SpmdStep
-    sharding: SpmdSharding
     intra_op: IntraOp
     step: PipelineStep
     cluster: Cluster
@@ -241,13 +237,13 @@ class SpmdCosts:
         for v in others:
             yield from self._message("all-reduce", everyone, self.bytes_of(v))
         for v in sorted(self.program.batch):
-            resting = resting_spec(self.program, self.sharding, v)
+            resting = self.resting_spec(v)
             if resting[REPLICA_AXIS] >= 0:  # each replica takes every so many-th example
                 num_bytes = self.program.values[v].num_bytes / num_shards(resting, self._mesh.shape)
                 yield from self._message("all-to-all", (REPLICA_AXIS,), num_bytes)
         if self.program.stages_per_worker > 1:
             for v in (*self.program.read_layers, *of_layers):
-                is_split = resting_spec(self.program, self.sharding, v)[STAGE_AXIS] >= 0
+                is_split = self.resting_spec(v)[STAGE_AXIS] >= 0
                 kind, whole = ("all-to-all", stages) if is_split else ("all-gather", 1)
                 if is_split or v in of_layers:
                     yield from self._message(kind, (STAGE_AXIS,), self.bytes_of(v) / whole)
@@ -264,19 +260,9 @@ class SpmdCosts:
 
     @cached_property
     def _mesh(self) -> MeshModel:
-        return MeshModel(self.cluster, mesh_shape(self.program, self.sharding))
+        return MeshModel(self.cluster, self.mesh_shape)
 
     # --- numbers and values
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of each replica."""
-        return num_microbatches(self.program, self.sharding)
-
-    @property
-    def is_shared_out(self) -> bool:
-        """True if stages share microbatches between loops over layers."""
-        return is_shared_out(self.program, self.sharding)
 
     @property
     def num_own(self) -> int:

@@ -12,7 +12,6 @@ from functools import cached_property
 
 from autoshard.search.ir.spec import num_shards
 from autoshard.search.pipeline.spmd_costs import REPLICA_AXIS, Part, SpmdCosts
-from autoshard.search.plan.spmd_resting import mesh_shape, resting_spec
 from autoshard.search.plan.spmd_step import LayerLoop, Segment
 
 
@@ -101,7 +100,7 @@ class SpmdMemory:
             if v in examples:
                 yield (
                     by_value[v],
-                    program.values[v].num_bytes / mesh_shape(program, costs.sharding)[REPLICA_AXIS],
+                    program.values[v].num_bytes / costs.mesh_shape[REPLICA_AXIS],
                 )
             else:
                 yield v, self._of_stage(v) if v in program.layered else costs.bytes_of(v)
@@ -158,9 +157,8 @@ class SpmdMemory:
     # --- of values
 
     def _resting(self, v: int) -> float:
-        program, sharding = self.costs.program, self.costs.sharding
-        parts = num_shards(resting_spec(program, sharding, v), mesh_shape(program, sharding))
-        return program.values[v].num_bytes / parts
+        parts = num_shards(self.costs.resting_spec(v), self.costs.mesh_shape)
+        return self.costs.program.values[v].num_bytes / parts
 
     def _of_stage(self, v: int) -> float:
         """The bytes of a stack of layers in one group of devices."""
