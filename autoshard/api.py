@@ -21,7 +21,7 @@ from autoshard import (
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
-from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
+from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.ejection.eject import SHARDINGS, Ejected, Ejection
 from autoshard.ejection.objects import fault
@@ -157,21 +157,12 @@ def _found(
     step: Step, hardware: AnyCluster, options: Options, progress: Progress
 ) -> SearchResult | Pipeline | SpmdPipeline:
     """One program or a pipeline; the faster one if both are allowed."""
-    if isinstance(hardware, MixedCluster):
-        across = pipeline_request.across_kinds(hardware, options)
-        return pipelines.searched(step, hardware, across, progress)
-    if options.num_stages not in (None, 1):
-        return pipelines.searched(step, hardware, options, progress)
 
-    is_open = pipeline_request.are_allowed(options)
+    def alone(own: Options) -> SearchResult:
+        cluster = hardware.groups[0]  # one program's
+        return compiled_peaks.one_program(step, cluster, planning.options(step, cluster, own), own, progress)
 
-    def alone() -> SearchResult:
-        own = pipelines.time_of_one_program(options) if is_open else options
-        return compiled_peaks.one_program(
-            step, hardware, planning.options(step, hardware, own), own, progress
-        )
-
-    return pipelines.fastest(step, hardware, options, alone, progress) if is_open else alone()
+    return pipelines.one_program_or_pipeline(step, hardware, options, alone, progress)
 
 
 def tracer(

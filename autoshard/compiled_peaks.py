@@ -158,11 +158,7 @@ def one_program(
     """Searches for the fastest program that fits, as compiled if the user's `verify=` says so.
 
     Args:
-      step: the traced step.
-      cluster: the cluster that it will run on.
-      options: the options of the search.
       asked: the user's options, of which `verify` and `target_config` count here.
-      progress: called with one line per stage of the work.
 
     Raises:
       InfeasibleError: nothing fits, as predicted or as compiled.
@@ -296,9 +292,7 @@ class _Rounds[F: Any]:
                 raise
             self.refusals.append(e)
             return nothing
-        return self._judged(
-            limit_bytes, replace(found, plan=replace(found.plan, memory_bytes=self.cap_bytes))
-        )
+        return self._judged(limit_bytes, found.with_plan(memory_bytes=self.cap_bytes))
 
     def _judged(self, limit_bytes: float, found: F) -> _Round[F]:
         """A plan that was found, judged if it has to be."""

@@ -31,8 +31,6 @@ def planned_like(step: Step, other: Pipeline, memory: str | int | None = None) -
     """The pipeline of a step whose arguments rest where another step's pipeline has them.
 
     Args:
-      step: the traced step.
-      other: the other step's pipeline.
       memory: the cap per device, as users say it; by default that of the other plan.
 
     Raises:
@@ -89,8 +87,7 @@ def _left_alone(found: Pipeline, other: Pipeline, shared: Mapping[str, str]) -> 
 
 def _inputs(pipeline: Pipeline) -> Iterator[tuple[str, int]]:
     """The arguments of a pipeline's step: path and value."""
-    step = pipeline.programs.step
-    return ((a.name, v) for a, v in zip(step.arguments, step.graph.inputs, strict=True))
+    return ((a.name, v) for v, a in pipeline.programs.step.inputs)
 
 
 def _fitting(found: Pipeline) -> Pipeline:
@@ -164,9 +161,7 @@ def _num_positions(other: Pipeline) -> int:
 
 def _stages_read(parts: PipelineStep, stage_of: Mapping[str, int]) -> Iterator[tuple[int, frozenset[int]]]:
     """By forward op: the positions that it takes in a cut, and the stages of the shared arguments that it reads."""
-    step = parts.step
-    inputs = zip(step.arguments, step.graph.inputs, strict=True)
-    found = {v: frozenset({stage_of[a.name]}) for a, v in inputs if a.name in stage_of}
+    found = {v: frozenset({stage_of[a.name]}) for v, a in parts.step.inputs if a.name in stage_of}
     for op in parts.prologue:
         stages = frozenset[int]().union(*(found.get(v, ()) for v in op.operands))
         found.update(dict.fromkeys(op.outputs, stages))

@@ -78,7 +78,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
             programs.run_for_all,
             pipeline_judge.verified_for_all,
             spmd_planning.choices,
-            lambda found: spmd.build(found.program, found.sharding, found.plan.num_devices),
+            lambda found: spmd.build(found.program, found.sharding, None),
         ),
     }
 )

@@ -35,7 +35,7 @@ from autoshard.cost_model.attached import attached_hardware
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
-from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
+from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_mesh, format_seconds
 from autoshard.creation import Creation, Number
 from autoshard.executors.jit import Program
@@ -474,25 +474,15 @@ class Parallelized[**P, R]:
         cluster = hardware.groups[0]  # one program's
         asked = self._asked(traced)
 
-        def alone() -> programs.Built:
-            own = pipelines.time_of_one_program(asked) if pipeline_request.are_allowed(asked) else asked
+        def alone(own: Options) -> programs.Built:
             options = self._of_one_program(traced, cluster, own)
             return programs.searched(
                 traced, cluster, options, devices, placing.retraced, tell, given_up, asked
             )
 
-        processes = Processes.of(devices)
-        if isinstance(hardware, MixedCluster):
-            across = pipeline_request.across_kinds(hardware, asked)
-            found = pipelines.searched(traced, hardware, across, tell, processes)
-        elif not pipeline_request.are_allowed(asked):
-            found = alone()
-        elif asked.num_stages is None:
-            found = pipelines.fastest(traced, cluster, asked, alone, tell, processes)
-        elif self._planned:
-            found = pipelines.found_or_alone(traced, cluster, asked, alone, tell, processes)
-        else:
-            found = pipelines.searched(traced, hardware, asked, tell, processes)
+        found = pipelines.one_program_or_pipeline(
+            traced, hardware, asked, alone, tell, Processes.of(devices), is_later=bool(self._planned)
+        )
         if isinstance(found, programs.Built):
             return found.found.step, found.plan, found.program
         return self._running(traced, found, hardware, devices, given_up)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from autoshard import lowerings, pipelines, planning
+from autoshard import lowerings, planning
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError, closest
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
 from autoshard.lowerings import Found
 from autoshard.options import Options
+from autoshard.pipelines import PipelineSearches
 from autoshard.search.explained_memory import pinned
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import format_spec
@@ -30,7 +31,7 @@ from autoshard.search.plan.explained import CHEAPER_ELSEWHERE, IMPROVABLE, NOT_P
 from autoshard.search.plan.explained_pipeline import NOT_NEEDED, Neighbour, PipelineExplanation, Place
 from autoshard.search.plan.headline import headline
 from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.spmd_resting import mesh_shape, resting_spec
+from autoshard.search.plan.spmd_resting import SpmdResting
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.values import REPLICA, STAGE
 
@@ -45,11 +46,7 @@ def explain(step: Step, plan: Plan, cluster: AnyCluster, name: str, place: str) 
     """Explains a pipeline's stages, schedule or microbatches, or the place of an argument.
 
     Args:
-      step: the traced step.
-      plan: the pipeline's plan.
-      cluster: the plan's.
       name: `stages`, `schedule` or `microbatches`, or the path of an argument.
-      place: the plan's name in messages.
 
     Raises:
       PlanError: the plan is for another step, or decides nothing under this name.
@@ -173,7 +170,7 @@ class _Neighbourhood:
             assert not isinstance(cluster, MixedCluster)
             return planning.find(self.step, cluster, planning.options(self.step, cluster, options)).plan
         prepared = self._prepared if options.stages == len(self.plan.stages) else None
-        return pipelines.searched(self.step, self.cluster, options, cutoff_s=cutoff_s, prepared=prepared).plan
+        return PipelineSearches(self.step, self.cluster, options).fastest(cutoff_s, prepared).plan
 
     @cached_property
     def _prepared(self) -> Prepared:
@@ -230,5 +227,6 @@ def _on_a_stage(found: Pipeline, value: int) -> Place:
 
 def _on_all_stages(found: SpmdPipeline, value: int) -> Place:
     names = (STAGE, REPLICA, *found.sharding.axis_names)
-    mesh = dict(zip(names, mesh_shape(found.program, found.sharding), strict=True))
-    return Place(None, mesh, format_spec(resting_spec(found.program, found.sharding, value), names))
+    resting = SpmdResting(found.program, found.sharding)
+    mesh = dict(zip(names, resting.mesh_shape, strict=True))
+    return Place(None, mesh, format_spec(resting.resting_spec(value), names))

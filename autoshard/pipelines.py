@@ -9,7 +9,8 @@ and one time limit.
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from time import perf_counter
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
 from autoshard.options import ALWAYS, Options
-from autoshard.pipeline_request import allowed_executor, requested
+from autoshard.pipeline_request import across_kinds, allowed_executor, are_allowed, requested
 from autoshard.processes import ALONE, Processes
 from autoshard.programs import Built
 from autoshard.progress import Progress
@@ -36,7 +37,6 @@ from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.search import PipelineSearch
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.pipeline.spmd_search import SpmdSearch
-from autoshard.search.pipeline.stage_pins import marks_of
 from autoshard.search.pipeline.step_work import StepWork
 from autoshard.search.plan.executors import JIT, MPMD, SPMD
 from autoshard.search.plan.plan import Plan
@@ -50,267 +50,217 @@ MUCH_FASTER = 1.3
 Source: a choice of ours."""
 
 
-def fastest[One: (SearchResult, Built)](
+def one_program_or_pipeline[One: (SearchResult, Built)](
     step: Step,
-    cluster: Cluster,
+    hardware: AnyCluster,
     options: Options,
-    alone: Callable[[], One],
-    progress: Progress = lambda line: None,
+    alone: Callable[[Options], One],
+    progress: Progress,
     processes: Processes = ALONE,
+    is_later: bool = False,
 ) -> One | AnyPipeline:
-    """The faster of one program and a pipeline of any number of stages.
+    """The plan that the options ask for; the faster one if they allow one program and pipelines.
 
     Args:
-      step: the traced step.
-      cluster: the cluster that it will run on.
-      options: the user's options, which ask for a pipeline or allow one.
-      alone: searches for one program.
-      progress: called with one line per stage of the work.
+      alone: searches for one program, by the user's options with its time limit.
       processes: the processes that run the step; the first one searches.
-
-    Raises:
-      InfeasibleError: neither fits; the message tells how one program could fit.
-    """
-    found, refused, start_s, clock_s = None, InfeasibleError(), perf_counter(), PROCESSOR.now_s
-    try:
-        found = alone()
-    except InfeasibleError as e:
-        refused = e
-    alone_s = perf_counter() - start_s
-    prepared = _prepared(step, cluster, options, found, clock_s)
-    cutoff_s = math.inf if found is None else found.plan.estimates.step_s
-    try:
-        least_s = _least_s(step, cluster, options, prepared)
-        if found is not None and least_s >= cutoff_s:
-            if options.stages is not None:
-                progress(
-                    f"no pipeline: none can take less than the {format_seconds(cutoff_s)} of one program"
-                )
-            return found.waited("pipelines", perf_counter() - start_s - alone_s)
-        progress(
-            "looking for a pipeline, " + ("as nothing else fits" if found is None else "which may be faster")
-        )
-        faster = searched(step, cluster, options, progress, processes, cutoff_s, prepared)
-        return _waited(faster, JIT, alone_s)
-    except (InfeasibleError, InputError) as e:
-        progress(f"no pipeline: {e}")
-        if found is None:
-            raise refused from e
-    return found.waited("pipelines", perf_counter() - start_s - alone_s)
-
-
-def _prepared(
-    step: Step, cluster: Cluster, options: Options, found: SearchResult | Built | None, clock_s: float
-) -> Prepared:
-    """The clock of the search so far goes on, and the work of the step is that of one program.
-
-    Args:
-      step: the traced step.
-      cluster: the cluster that it will run on.
-      options: the user's options, which ask for a pipeline or allow one.
-      found: one program, if one fits.
-      clock_s: the processor's time when the search began.
-    """
-    if found is None:
-        return Prepared(_deadline(options, WorkClock(), clock_s, 0.0))
-    waited_s = found.plan.search_s.get("compiler", 0.0)
-    recompute_s = cluster.num_devices * found.plan.estimates.recompute_s
-    bounds = PipelineBounds(step, cluster, StepWork.of(found.on_mesh, recompute_s))
-    return Prepared(_deadline(options, found.on_mesh.clock, clock_s, waited_s), bounds=bounds)
-
-
-def _deadline(options: Options, clock: SearchClock, began_s: float, waited_s: float) -> Deadline:
-    """The deadline of the search for pipelines behind one program.
-
-    Args:
-      options: the user's options.
-      clock: counts the work of the search.
-      began_s: the processor's time when the search began.
-      waited_s: seconds in which it waited for the compiler.
-    """
-    if options.time_limit_s is not None:
-        return Deadline(PROCESSOR, began_s + options.time_limit_s - waited_s)
-    return Deadline(clock, LATEST * DEFAULT_TIME_LIMIT_S if options.stages is None else math.inf)
-
-
-def time_of_one_program(options: Options) -> Options:
-    """The options of the search for one program before pipelines, which gets most of a user's time limit."""
-    limit_s = options.time_limit_s
-    return options if limit_s is None else replace(options, time_limit_s=limit_s / LATEST)
-
-
-def _least_s(step: Step, cluster: Cluster, options: Options, prepared: Prepared) -> float:
-    """Seconds of a step of any pipeline with equal stages, at least."""
-    return _least(lambda search: search.least_s(), step, cluster, options, prepared)
-
-
-def _least(
-    bound_s: Callable[[PipelineSearch | SpmdSearch], float],
-    step: Step,
-    cluster: AnyCluster,
-    options: Options,
-    prepared: Prepared,
-) -> float:
-    """The least bound of the searches for each executor that the options allow.
-
-    Raises:
-      InputError: there are no such pipelines.
-    """
-    asked, executor = requested(step, cluster, options), allowed_executor(options)
-    searches = list[PipelineSearch | SpmdSearch]()
-    if executor != SPMD:
-        marks = marks_of(step, asked.pins)
-        searches.append(PipelineSearch(step, marks, cluster, asked, prepared=prepared))
-    if executor != MPMD and isinstance(cluster, Cluster):
-        searches.append(SpmdSearch(step, cluster, asked, prepared=prepared))
-    found, refused = list[float](), list[InputError]()
-    for search in searches:
-        try:
-            found.append(bound_s(search))
-        except InputError as e:
-            refused.append(e)
-    if not found:
-        raise refused[0]
-    return min(found)
-
-
-def _waited[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
-    found: Found, part: str, seconds: float
-) -> Found:
-    """A copy of a pipeline whose search times also hold these seconds under the name `part`."""
-    search_s = {**found.plan.search_s, part: seconds}
-    return replace(found, plan=replace(found.plan, search_s=search_s))
-
-
-def found_or_alone[One: (SearchResult, Built)](
-    step: Step,
-    cluster: Cluster,
-    options: Options,
-    alone: Callable[[], One],
-    progress: Progress = lambda line: None,
-    processes: Processes = ALONE,
-) -> One | AnyPipeline:
-    """A later call of a step whose first plan is a pipeline: a pipeline as well, or one program where that is impossible. A
-    last batch may have fewer examples than the pipeline has microbatches.
-
-    Args:
-      step: the later call, traced.
-      cluster: the cluster that it will run on.
-      options: the user's options, with the stages of the first call.
-      alone: searches for one program.
-      progress: called with one line per stage of the work.
-      processes: the processes that run the step; the first one searches.
+      is_later: whether this is a later call of a step whose first plan is a pipeline. It is planned as one program if it
+        cannot be a pipeline: a last batch may have fewer examples than the pipeline has microbatches.
 
     Raises:
       InfeasibleError: nothing fits.
 
     Warns:
-      AutoshardWarning: the result is one program.
+      AutoshardWarning: a later call is planned as one program.
     """
+    if isinstance(hardware, MixedCluster):
+        across = across_kinds(hardware, options)
+        return PipelineSearches(step, hardware, across, progress, processes).fastest()
+    if not are_allowed(options):
+        return alone(options)
+    limit_s = options.time_limit_s  # of which one program before pipelines gets most
+    before = options if limit_s is None else replace(options, time_limit_s=limit_s / LATEST)
+    searches = PipelineSearches(step, hardware, options, progress, processes)
+    if options.num_stages is None:
+        return searches.faster_than(hardware, lambda: alone(before))
     try:
-        return searched(step, cluster, options, progress, processes)
+        return searches.fastest()
     except InputError as e:
+        if not is_later:
+            raise
         warn(f"this call of {step.name} is planned as one program, since it cannot be a pipeline: {e}")
-        return alone()
+        return alone(before)
 
 
-def searched(
-    step: Step,
-    cluster: AnyCluster,
-    options: Options,
-    progress: Progress = lambda line: None,
-    processes: Processes = ALONE,
-    cutoff_s: float = math.inf,
-    prepared: Prepared | None = None,
-) -> AnyPipeline:
-    """Searches for a pipeline whose step takes less than `cutoff_s`.
+@dataclass(frozen=True, eq=False)
+class PipelineSearches:
+    """The searches for pipelines of a step, for each executor that the user's options allow.
 
-    Args:
+    Attributes:
       step: the traced step.
       cluster: the cluster that it will run on.
       options: the user's options, which ask for a pipeline or allow one.
       progress: called with one line per stage of the work.
       processes: the processes that run the step; the first one searches.
-      cutoff_s: seconds.
-      prepared: the time and the bounds of the search; by default those of a new one.
-
-    Raises:
-      InputError: the options are impossible.
-      InfeasibleError: no pipeline fits.
     """
-    asked, executor = requested(step, cluster, options), allowed_executor(options)
-    limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
-    clock = WorkClock() if options.time_limit_s is None else PROCESSOR
-    ready = prepared or Prepared(Deadline.after(limit_s, clock))
 
-    def search(limit_bytes: int, _: float | None, report: Progress) -> AnyPipeline:
-        lower = replace(asked, memory_share=limit_bytes / asked.memory_bytes)
-        return _faster(step, cluster, lower, executor, report, cutoff_s, ready)
+    step: Step
+    cluster: AnyCluster
+    options: Options
+    progress: Progress = lambda line: None
+    processes: Processes = ALONE
 
-    def kept() -> AnyPipeline:
-        judge = compiled_peaks.judge_of_pipelines(step, cluster, options, progress, lowerings.verified)
-        left_s = None if options.time_limit_s is None else ready.deadline.left_s
-        found = compiled_peaks.kept(
-            search, judge, asked.memory_bytes, progress, options.verify == ALWAYS, left_s
-        )
-        return _certified(found, step, cluster, options, ready)
+    def faster_than[One: (SearchResult, Built)](
+        self, cluster: Cluster, alone: Callable[[], One]
+    ) -> One | AnyPipeline:
+        """The faster of one program on the cluster and a pipeline of any number of stages.
 
-    def apply(data: Any, place: str) -> AnyPipeline:
-        return cast(AnyPipeline, lowerings.applied(step, Plan.from_json(data, place), place))
-
-    return processes.found_by_the_first(kept, apply)
-
-
-def _certified[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
-    found: Found, step: Step, cluster: AnyCluster, options: Options, prepared: Prepared
-) -> Found:
-    """A copy of a pipeline with its gap to a bound on all pipelines that the options allow; without one if the work of the
-    step is not known."""
-    if prepared.bounds is None:
-        return found
-    bound_s = _least(lambda search: search.work_s(), step, cluster, options, prepared)
-    gap = max(0.0, 1 - bound_s / found.plan.estimates.step_s)
-    return replace(found, plan=replace(found.plan, gap=gap))
-
-
-def _faster(
-    step: Step,
-    cluster: AnyCluster,
-    asked: PipelineOptions,
-    executor: str | None,
-    progress: Progress,
-    cutoff_s: float,
-    prepared: Prepared,
-) -> AnyPipeline:
-    """The pipeline with the shorter predicted step among the executors. Both searches share the prepared step and the time
-    limit."""
-    as_one, start_s = None, perf_counter()
-    if isinstance(cluster, Cluster) and executor != MPMD:
+        Raises:
+          InfeasibleError: neither fits; the message tells how one program could fit.
+        """
+        found, refused, start_s, clock_s = None, InfeasibleError(), perf_counter(), PROCESSOR.now_s
         try:
-            as_one = spmd_planning.find(step, cluster, asked, progress, cutoff_s, prepared)
+            found = alone()
+        except InfeasibleError as e:
+            refused = e
+        alone_s = perf_counter() - start_s
+        prepared = self._after(found, cluster, clock_s)
+        cutoff_s = math.inf if found is None else found.plan.estimates.step_s
+        try:
+            least_s = self._least(lambda search: search.least_s(), prepared)
+            if found is not None and least_s >= cutoff_s:
+                if self.options.stages is not None:
+                    seconds = format_seconds(cutoff_s)
+                    self.progress(f"no pipeline: none can take less than the {seconds} of one program")
+                return found.waited("pipelines", perf_counter() - start_s - alone_s)
+            why = "as nothing else fits" if found is None else "which may be faster"
+            self.progress(f"looking for a pipeline, {why}")
+            return self.fastest(cutoff_s, prepared).waited(JIT, alone_s)
         except (InfeasibleError, InputError) as e:
-            if executor == SPMD:
+            self.progress(f"no pipeline: {e}")
+            if found is None:
+                raise refused from e
+        return found.waited("pipelines", perf_counter() - start_s - alone_s)
+
+    def _after(self, found: SearchResult | Built | None, cluster: Cluster, began_s: float) -> Prepared:
+        """The step for searches behind that for one program, which began at this time of the processor: the clock goes on,
+        and the work of the step is that of one program, if one was found."""
+        if found is None:
+            return Prepared(self._deadline(WorkClock(), began_s, 0.0))
+        waited_s = found.plan.search_s.get("compiler", 0.0)
+        recompute_s = cluster.num_devices * found.plan.estimates.recompute_s
+        bounds = PipelineBounds(self.step, cluster, StepWork.of(found.on_mesh, recompute_s))
+        return Prepared(self._deadline(found.on_mesh.clock, began_s, waited_s), bounds=bounds)
+
+    def _deadline(self, clock: SearchClock, began_s: float, waited_s: float) -> Deadline:
+        """The deadline behind one program, whose search waited so long for the compiler."""
+        if self.options.time_limit_s is not None:
+            return Deadline(PROCESSOR, began_s + self.options.time_limit_s - waited_s)
+        return Deadline(clock, LATEST * DEFAULT_TIME_LIMIT_S if self.options.stages is None else math.inf)
+
+    def fastest(self, cutoff_s: float = math.inf, prepared: Prepared | None = None) -> AnyPipeline:
+        """The fastest pipeline whose step takes less than `cutoff_s`.
+
+        Args:
+          prepared: the time and the bounds of the search; by default those of a new one.
+
+        Raises:
+          InputError: the options are impossible.
+          InfeasibleError: no pipeline fits.
+        """
+        limit_s = self.options.time_limit_s
+        within = Deadline.after(*((math.inf, WorkClock()) if limit_s is None else (limit_s, PROCESSOR)))
+        ready, cap_bytes = prepared or Prepared(within), self._asked.memory_bytes
+
+        def search(limit_bytes: int, _: float | None, report: Progress) -> AnyPipeline:
+            return self._under(limit_bytes / cap_bytes, report, cutoff_s, ready)
+
+        def kept() -> AnyPipeline:
+            judge = compiled_peaks.judge_of_pipelines(
+                self.step, self.cluster, self.options, self.progress, lowerings.verified
+            )
+            left_s = None if limit_s is None else ready.deadline.left_s
+            is_asked = self.options.verify == ALWAYS
+            found = compiled_peaks.kept(search, judge, cap_bytes, self.progress, is_asked, left_s)
+            return self._certified(found, ready)
+
+        def apply(data: Any, place: str) -> AnyPipeline:
+            return cast(AnyPipeline, lowerings.applied(self.step, Plan.from_json(data, place), place))
+
+        return self.processes.found_by_the_first(kept, apply)
+
+    @cached_property
+    def _asked(self) -> PipelineOptions:
+        return requested(self.step, self.cluster, self.options)
+
+    @property
+    def _executor(self) -> str | None:
+        """The executor that the options allow; None for the faster one."""
+        return allowed_executor(self.options)
+
+    def _least(self, bound_s: Callable[[PipelineSearch | SpmdSearch], float], prepared: Prepared) -> float:
+        """The least bound of the searches.
+
+        Raises:
+          InputError: there are no such pipelines.
+        """
+        step, cluster, asked, searches = self.step, self.cluster, self._asked, list[Any]()
+        if self._executor != SPMD:
+            searches.append(PipelineSearch(step, cluster, asked, prepared=prepared))
+        if self._executor != MPMD and isinstance(cluster, Cluster):
+            searches.append(SpmdSearch(step, cluster, asked, prepared=prepared))
+        found, refused = list[float](), list[InputError]()
+        for search in searches:
+            try:
+                found.append(bound_s(search))
+            except InputError as e:
+                refused.append(e)
+        if not found:
+            raise refused[0]
+        return min(found)
+
+    def _certified(self, found: AnyPipeline, prepared: Prepared) -> AnyPipeline:
+        """A copy of a pipeline with its gap to a bound on all pipelines that the options allow; without one if the work of
+        the step is not known."""
+        if prepared.bounds is None:
+            return found
+        bound_s = self._least(lambda search: search.work_s(), prepared)
+        return found.with_plan(gap=max(0.0, 1 - bound_s / found.plan.estimates.step_s))
+
+    def _under(
+        self, memory_share: float, progress: Progress, cutoff_s: float, prepared: Prepared
+    ) -> AnyPipeline:
+        """The pipeline with the shorter predicted step among the executors, in a share of the cap. Both searches share the
+        prepared step and the time limit."""
+        step, cluster, executor = self.step, self.cluster, self._executor
+        asked = replace(self._asked, memory_share=memory_share)
+        as_one, start_s = None, perf_counter()
+        if isinstance(cluster, Cluster) and executor != MPMD:
+            try:
+                as_one = spmd_planning.find(step, cluster, asked, progress, cutoff_s, prepared)
+            except (InfeasibleError, InputError) as e:
+                if executor == SPMD:
+                    raise
+                progress(f"not as one program for all stages: {e}")
+            else:
+                if executor == SPMD:
+                    return as_one
+                cutoff_s = as_one.plan.estimates.step_s
+        as_one_s = perf_counter() - start_s
+        try:
+            found = pipelines.find(step, cluster, asked, progress, cutoff_s, prepared)
+            if isinstance(cluster, MixedCluster) and asked.stages is None:
+                plain = prepared.parts[found.plan.microbatches * found.plan.num_replicas]
+                told_s = perf_counter()
+                _tell_of_parts(step, cluster, found.plan, plain, progress)
+                found = found.waited("one kind of device alone", perf_counter() - told_s)
+            is_tried = isinstance(cluster, Cluster) and executor != MPMD
+            return found.waited(SPMD, as_one_s) if is_tried else found
+        except (InfeasibleError, InputError) as e:
+            if as_one is None:
                 raise
-            progress(f"not as one program for all stages: {e}")
-        else:
-            if executor == SPMD:
-                return as_one
-            cutoff_s = as_one.plan.estimates.step_s
-    as_one_s = perf_counter() - start_s
-    try:
-        found = pipelines.find(step, cluster, asked, progress, cutoff_s, prepared)
-        if isinstance(cluster, MixedCluster) and asked.stages is None:
-            plain = prepared.parts[found.plan.microbatches * found.plan.num_replicas]
-            told_s = perf_counter()
-            _tell_of_parts(step, cluster, found.plan, plain, progress)
-            found = _waited(found, "one kind of device alone", perf_counter() - told_s)
-        is_tried = isinstance(cluster, Cluster) and executor != MPMD
-        return _waited(found, SPMD, as_one_s) if is_tried else found
-    except (InfeasibleError, InputError) as e:
-        if as_one is None:
-            raise
-        progress(f"not with a program per stage: {e}")
-        return _waited(as_one, MPMD, perf_counter() - start_s - as_one_s)
+            progress(f"not with a program per stage: {e}")
+            return as_one.waited(MPMD, perf_counter() - start_s - as_one_s)
 
 
 def _tell_of_parts(step: Step, cluster: MixedCluster, plan: Plan, parts: Parts, progress: Progress) -> None:

@@ -163,9 +163,6 @@ def options(step: Step, cluster: Cluster, asked: Options, resting: PinnedLayout 
     """The checked options of a search.
 
     Args:
-      step: the traced step.
-      cluster: the cluster that the step will run on.
-      asked: the user's options.
       resting: the layout in which arguments rest already; a pin takes precedence.
     """
     offload = asked.offload
@@ -219,8 +216,6 @@ def suiting(step: Step, asked: Options, mesh: tuple[int, ...]) -> Options:
     axes or by the number of microbatches; these options are then dropped, and searched.
 
     Args:
-      step: the later call, traced.
-      asked: the options of the first call.
       mesh: the mesh of the first call's plan; of a pipeline, that of a replica of its first stage.
 
     Warns:

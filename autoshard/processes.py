@@ -75,8 +75,6 @@ class Processes:
         """Checks that all processes run this step, on these devices, with this plan.
 
         Args:
-          step: this process's step, traced.
-          devices: the devices that it will run on.
           plan: the given plan; None if the step is searched.
 
         Raises:

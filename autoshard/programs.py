@@ -80,8 +80,6 @@ def built(
     """A plan's program.
 
     Args:
-      found: the plan on its step.
-      cluster: the cluster that the plan is for.
       devices: in the cluster's order: real, simulated or compile-only.
       on_retrace: as for `executors.jit.build`.
       given_up: as for `executors.jit.build`.
@@ -200,8 +198,6 @@ def run_per_stage(
     """A pipeline's executable, with a program per stage.
 
     Args:
-      found: the pipeline on its step.
-      hardware: the cluster that it is for.
       devices: in the cluster's order: real or simulated.
       on_retrace: as for `executors.pipeline.build`.
       given_up: as for `executors.pipeline.build`.

@@ -35,6 +35,7 @@ from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.units import format_mesh
 from autoshard.options import NEVER, Options
+from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.plan.plan import Plan
@@ -137,10 +138,12 @@ NETWORKS = {"InfiniBand": "", "Ethernet": "-Ethernet"}
 
 def searched(step: Step, cluster: Cluster) -> Plan:
     """What a search finds that is asked for nothing."""
-    asked = Options(verify=NEVER)
-    options = planning.options(step, cluster, asked)
-    found = pipelines.fastest(step, cluster, asked, lambda: planning.find(step, cluster, options))
-    return found.plan
+
+    def alone(own: Options) -> SearchResult:
+        return planning.find(step, cluster, planning.options(step, cluster, own))
+
+    asked, quiet = Options(verify=NEVER), lambda line: None
+    return pipelines.one_program_or_pipeline(step, cluster, asked, alone, quiet).plan
 
 
 def published(step: Step, cluster: Cluster, model: Model) -> Plan:
@@ -162,7 +165,7 @@ def published(step: Step, cluster: Cluster, model: Model) -> Plan:
     for stages, schedule in ((2 * model.stages, INTERLEAVED), (model.stages, "1f1b")):
         try:
             staged = replace(asked, stages=stages, schedule=schedule)
-            found.append(pipelines.searched(step, cluster, staged).plan)
+            found.append(pipelines.PipelineSearches(step, cluster, staged).fastest().plan)
         except InfeasibleError as e:
             refused = e
     if not found:

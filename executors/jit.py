@@ -72,8 +72,8 @@ def build(
     Raises:
       InputError: there are fewer devices than the mesh has.
     """
-    mesh = _mesh(sharding, devices)
     names = sharding.axis_names
+    mesh = mesh_of(sharding.mesh_shape, names, devices)
 
     def named(place: Any, value: Value) -> NamedSharding:
         route = sharding.specs.get(place)
@@ -261,17 +261,23 @@ def _placed(value: Value, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
 
 
-def _mesh(sharding: StepSharding, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
+def mesh_of(
+    shape: tuple[int, ...], names: tuple[str, ...], devices: Sequence[Any] | None
+) -> Mesh | AbstractMesh:
+    """The mesh of the first of these devices; an abstract one without devices.
+
+    Raises:
+      InputError: there are fewer devices than the mesh has.
+    """
     if devices is None:
-        automatic = (AxisType.Auto,) * len(sharding.axis_names)
-        return AbstractMesh(sharding.mesh_shape, sharding.axis_names, axis_types=automatic)
-    wanted = int(np.prod(sharding.mesh_shape))
+        return AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+    wanted = math.prod(shape)
     if len(devices) < wanted:
         raise InputError(
-            f"the plan's mesh {format_mesh(sharding.mesh_shape)} needs {wanted} devices, and there are "
-            f"{len(devices)}. Search again for the devices at hand, or run on more"
+            f"the plan's mesh {format_mesh(shape)} needs {wanted} devices, and there are {len(devices)}. Search again for "
+            "the devices at hand, or run on more"
         )
-    return Mesh(np.array(devices[:wanted]).reshape(sharding.mesh_shape), sharding.axis_names)
+    return Mesh(np.array(devices[:wanted]).reshape(shape), names)
 
 
 def _spans(args: tuple[Any, ...]) -> list[range]:

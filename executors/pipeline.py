@@ -23,14 +23,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.units import format_mesh
+from autoshard.executors.jit import mesh_of
 from autoshard.executors.pipeline_jit import (
     UNFINISHED,
     Agenda,
@@ -141,17 +143,13 @@ def _meshes(
             raise InputError(
                 f"worker {worker} runs the stages {schedule.stages_of(worker)}, whose submeshes differ. Give them one shape"
             )
-        if devices is None:
-            automatic = (AxisType.Auto,) * len(first.axis_names)
-            meshes.append(AbstractMesh(first.mesh_shape, first.axis_names, axis_types=automatic))
-            continue
-        num = int(np.prod(first.mesh_shape))
-        if len(left) < num:
+        num = prod(first.mesh_shape)
+        if devices is not None and len(left) < num:
             raise InputError(
                 f"worker {worker} needs {num} devices for its submesh {format_mesh(first.mesh_shape)}, and {len(left)} of "
                 f"{len(devices)} are left. Use fewer stages, or run on more devices"
             )
-        meshes.append(Mesh(np.array(left[:num]).reshape(first.mesh_shape), first.axis_names))
+        meshes.append(mesh_of(first.mesh_shape, first.axis_names, None if devices is None else left))
         left = left[num:]
     return tuple(meshes)
 

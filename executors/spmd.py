@@ -42,7 +42,7 @@ from autoshard.search.plan.values import REPLICA, STAGE
 def build(
     program: SpmdStep,
     sharding: SpmdSharding,
-    devices: Sequence[Any] | int,
+    devices: Sequence[Any] | None,
     on_retrace: Callable[[], None] = lambda: None,
     compiler_options: Callable[[int], dict[str, str]] = lambda resting_bytes: {},
     given_up: AbstractSet[int] = frozenset(),
@@ -52,8 +52,8 @@ def build(
     Args:
       program: the step.
       sharding: the specs of values over the devices of a replica.
-      devices: the devices of all stages, one stage after another: real, simulated or compile-only; for a program that is
-        only lowered, their number.
+      devices: the devices of all stages, one stage after another: real, simulated or compile-only; None for a program that
+        is only lowered, over an abstract mesh.
       on_retrace: called when JAX traces the step for other shapes; it should raise.
       compiler_options: further options for the compiler, given the program's `resting_bytes`.
       given_up: as for `executors.jit.build`.
@@ -86,7 +86,7 @@ class _Run:
         made = zip(program.prologue.outputs, _evaluated(program.prologue, flat), strict=True)
         env |= {v: x for v, x in made if isinstance(v, int)}
         totals = {total for part in program.parts for total in part.sums.values()}
-        layers = {v: layout.by_round(env[v], v) for v in _layers(program)}
+        layers = {v: layout.by_round(env[v], v) for v in program.read_layers}
         examples = {v: env[whole] for v, whole in program.examples.items()}
         once = {v: env[v] for v in _read_once(program) if v in env}
         run = jax.shard_map(
@@ -122,13 +122,6 @@ class _Run:
 
 def _evaluated(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
     return evaluator(graph, NOTHING, AbstractMesh((), ()))(inputs)
-
-
-def _layers(program: SpmdStep) -> list[int]:
-    """Values that loops slice and that all parts of the batch share."""
-    loops = [part.op for part in program.parts if isinstance(part, LayerLoop)]
-    xs = dict.fromkeys(a for op in loops for a in op.inputs[sum(op.loop_counts) :] if isinstance(a, int))
-    return [v for v in xs if v not in program.of_microbatch]
 
 
 def _read_once(program: SpmdStep) -> list[int]:
@@ -216,7 +209,7 @@ class _Replica:
     def _loop(self, part: LayerLoop) -> None:
         atoms = [a for a in (*part.reads, *part.op.inputs[: sum(part.op.loop_counts)]) if isinstance(a, int)]
         shared = [v for v in dict.fromkeys(atoms) if v not in part.makes]
-        slots = [a for a in part.op.inputs[sum(part.op.loop_counts) :] if isinstance(a, int)]
+        slots = [a for a in part.op.sliced if isinstance(a, int)]
         carries, stacks, sums = Ticks(self.layout, part).run(
             {v: self.layers[v] if v in self.layers else self._slots(v) for v in slots},
             {v: self.once[v] for v in shared if v in self.once},

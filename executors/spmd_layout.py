@@ -14,13 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.cost_model.errors import InputError
-from autoshard.cost_model.units import format_mesh
+from autoshard.executors.jit import mesh_of
 from autoshard.search.ir.spec import WHOLE, Spec, partition_spec
-from autoshard.search.plan.spmd_resting import is_shared_out, num_microbatches, resting_spec
+from autoshard.search.plan.spmd_resting import SpmdResting
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.plan.values import REPLICA, STAGE
 
@@ -29,48 +27,24 @@ EVERY = PartitionSpec((REPLICA, STAGE))
 
 
 @dataclass(frozen=True, eq=False)
-class SpmdLayout:
+class SpmdLayout(SpmdResting):
     """The layout of values.
 
     Attributes:
-      program: the step.
-      sharding: the specs of values over a replica's devices.
       mesh: all devices.
     """
 
-    program: SpmdStep
-    sharding: SpmdSharding
     mesh: Mesh | AbstractMesh
 
     @classmethod
-    def on(cls, program: SpmdStep, sharding: SpmdSharding, devices: Sequence[Any] | int) -> "SpmdLayout":
-        """The layout on the first of these devices, or on an abstract mesh for this number of devices.
+    def on(cls, program: SpmdStep, sharding: SpmdSharding, devices: Sequence[Any] | None) -> "SpmdLayout":
+        """The layout on the first of these devices; on an abstract mesh without devices.
 
         Raises:
           InputError: there are fewer devices than the mesh has.
         """
-        shape = (program.num_workers, sharding.num_replicas, *sharding.mesh_shape)
-        names, wanted = (STAGE, REPLICA, *sharding.axis_names), prod(shape)
-        if (num := devices if isinstance(devices, int) else len(devices)) < wanted:
-            raise InputError(
-                f"the plan's mesh {format_mesh(shape)} needs {wanted} devices, and there are {num}. Plan again for "
-                "the devices at hand, or run on more"
-            )
-        if isinstance(devices, int):
-            mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
-        else:
-            mesh = Mesh(np.array(devices[:wanted]).reshape(shape), names)
-        return cls(program, sharding, mesh)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of microbatches of each replica."""
-        return num_microbatches(self.program, self.sharding)
-
-    @property
-    def is_shared_out(self) -> bool:
-        """Whether stages split microbatches between loops over layers."""
-        return is_shared_out(self.program, self.sharding)
+        shape, names = SpmdResting(program, sharding).mesh_shape, (STAGE, REPLICA, *sharding.axis_names)
+        return cls(program, sharding, mesh_of(shape, names, devices))
 
     @property
     def parts(self) -> PartitionSpec:
@@ -81,7 +55,7 @@ class SpmdLayout:
 
     def resting(self, v: int) -> NamedSharding:
         """The sharding of a value between steps."""
-        return self._named(resting_spec(self.program, self.sharding, v))
+        return self._named(self.resting_spec(v))
 
     def by_round(self, x: Any, v: int) -> Any:
         """A stack over layers as [rounds, layers of a round]: first with each layer at its stage, and then in the spec in
@@ -94,7 +68,7 @@ class SpmdLayout:
 
     def put_together(self, rounds: Any, v: int) -> Any:
         """The stack over layers from its rounds, in its resting sharding."""
-        apart = self._named(_behind(resting_spec(self.program, self.sharding, v)))
+        apart = self._named(_behind(self.resting_spec(v)))
         return jnp.reshape(jax.lax.with_sharding_constraint(rounds, apart), self.program.values[v].shape)
 
     def _named(self, spec: Spec) -> NamedSharding:

@@ -132,11 +132,11 @@ class Ticks:
 
     @property
     def _carried(self) -> tuple[int, ...]:
-        return self.part.op.outputs[: self.part.op.loop_counts[1]]
+        return self.part.op.carried
 
     @property
     def _stacked(self) -> tuple[int, ...]:
-        return self.part.op.outputs[self.part.op.loop_counts[1] :]
+        return self.part.op.stacked
 
     @property
     def _xs(self) -> range:

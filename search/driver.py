@@ -33,12 +33,12 @@ from autoshard.search.long_sequences import (
 from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.mesh_problem import RELATIVE_GAP, Known, MeshProblem, StepProblem, TooLargeError
-from autoshard.search.options import DEFAULT_TIME_LIMIT_S, LATEST, Options, Progress
+from autoshard.search.options import DEFAULT_TIME_LIMIT_S, LATEST, Options, Progress, pin_marks
 from autoshard.search.plan.decisions import EDITED, apart, hosted, node_names, updated_there
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.estimates import estimate
 from autoshard.search.plan.executors import JIT
-from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.plan import Plan, PlanOnStep
 from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.reconciliation import ContradictionError, Reconciled, reconciled
 from autoshard.search.plan.retention import CoarseError, RetentionCodec
@@ -68,11 +68,10 @@ ours; different decisions in represented layers save only a share of the layers'
 
 
 @dataclass(frozen=True, eq=False)
-class SearchResult:
-    """A plan, and the strategies behind it.
+class SearchResult(PlanOnStep):
+    """A plan of one program, and the strategies behind it.
 
     Attributes:
-      plan: the plan.
       problem: the prepared step that was searched.
       on_mesh: the problem that the plan solves.
       chosen: a strategy for each node.
@@ -82,7 +81,6 @@ class SearchResult:
       anew: names of decisions of a loaded plan that contradicted its edits, and were decided anew or dropped.
     """
 
-    plan: Plan
     problem: StepProblem
     on_mesh: MeshProblem
     chosen: Labels
@@ -95,7 +93,7 @@ class SearchResult:
         """The result, certified by a lower bound on the computation and communication of all plans."""
         cost_s = self.on_mesh.problem.cost_s(self.chosen)
         gap = max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0
-        return replace(self, plan=replace(self.plan, gap=gap), bound_s=bound_s)
+        return replace(self.with_plan(gap=gap), bound_s=bound_s)
 
     @property
     def keeps_to_cap(self) -> bool:
@@ -107,10 +105,6 @@ class SearchResult:
         """True if residuals are offloaded and so much memory is unused that fewer might be enough."""
         room_bytes = self.plan.memory_bytes - self.plan.estimates.peak_bytes
         return bool(self.problem.offloaded_sites) and room_bytes > UNUSED_SHARE * self.plan.memory_bytes
-
-    def waited(self, part: str, seconds: float) -> "SearchResult":
-        """The result with the seconds of one more part of the user's wait."""
-        return replace(self, plan=replace(self.plan, search_s={**self.plan.search_s, part: seconds}))
 
     @property
     def found(self) -> Found:
@@ -190,12 +184,6 @@ def find(
     The form that seems faster is searched first. The other one has to beat its plan, on meshes whose bounds allow that,
     in the time that is left.
 
-    Args:
-      step: the traced step.
-      cluster: where it will run.
-      options: the cap, and all decisions that the user makes.
-      progress: called with one line per stage.
-
     Raises:
       InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
       InputError: the mesh or a pin does not suit the cluster or the step.
@@ -231,15 +219,7 @@ def find(
 
 
 def _rival(first: SearchResult, step: Step, in_blocks: Step, cluster: Cluster, options: Options) -> Rival:
-    """The best plan of one form of a step, and the meshes on which the other form may be faster.
-
-    Args:
-      first: the best plan of one form.
-      step: the step as it is written.
-      in_blocks: the step with its attention in blocks.
-      cluster: where it will run.
-      options: the cap, and all decisions that the user makes.
-    """
+    """The best plan of one form of a step, and the meshes on which the other form may be faster."""
     best, bounds_s, is_pinned = first.found, first.uncapped_bounds_s, bool(options.pins)
     if first.plan.attention == BLOCKWISE:
         written = _on_mesh_of(best, step, cluster, options)
@@ -254,7 +234,7 @@ def _on_mesh_of(best: Found, step: Step, cluster: Cluster, options: Options) -> 
     """Another form of a plan's step on its mesh, with the costs of its kernels."""
     short = shortened(step, _equivalence_keys(step, _options_json(options)))
     few, on_mesh = short.step if short else step, best.on_mesh
-    problem = StepProblem.of(few, _marks(few, options.pins or {}), cluster.device, clock=on_mesh.clock)
+    problem = StepProblem.of(few, pin_marks(few, options.pins or {}), cluster.device, clock=on_mesh.clock)
     return problem.on(cluster, on_mesh.shape, on_mesh.memory.costed.resharder).memory.costed
 
 
@@ -346,7 +326,7 @@ def _by_few_layers(
             return _on_all_layers(found, step, cluster, options, watch)
         found.check_goes_together()
         watch.lap("graph")
-        return replace(found, plan=replace(found.plan, search_s=watch.seconds))
+        return found.with_plan(search_s=watch.seconds)
     return None
 
 
@@ -366,7 +346,7 @@ def _found(
       NotFasterError: no plan is faster than the rival.
     """
     searched = short.step if short else step
-    marks = _marks(searched, options.pins or {})
+    marks = pin_marks(searched, options.pins or {})
     trials = Trials(searched, marks, cluster, options, progress, options.new_clock(), watch, rival)
     search = StepSearch(trials)
     best = search.run()
@@ -374,7 +354,7 @@ def _found(
     bounds_s = search.bounds_s
     tried = search.trials.tried.candidates(best, bounds_s)
     found = replace(found, uncapped_bounds_s=search.uncapped_bounds_s)
-    return replace(found, plan=replace(found.plan, candidates=tried)).bounded(min(bounds_s.values()))
+    return found.with_plan(candidates=tried).bounded(min(bounds_s.values()))
 
 
 def _on_all_layers(
@@ -397,8 +377,7 @@ def _on_all_layers(
     best = Found(problem, on_mesh, solution.labels, limit_bytes, device)
     found = _finished(step, best, cluster, options, few.plan.meshes, watch, None)
     found = replace(found, uncapped_bounds_s=few.uncapped_bounds_s)
-    found = replace(found, plan=replace(found.plan, candidates=few.plan.candidates))
-    return found.bounded(min(few.bound_s, solution.bound_s))
+    return found.with_plan(candidates=few.plan.candidates).bounded(min(few.bound_s, solution.bound_s))
 
 
 def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> SearchResult:
@@ -433,8 +412,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
     gap = plan.gap if plan.is_sealed and math.isclose(is_s, was_s, rel_tol=1e-6) else None
     tried = plan.candidates if gap is not None else ()
-    kept = {"options": plan.options, "cluster": plan.cluster, "gap": gap, "candidates": tried}
-    found = replace(found, plan=replace(found.plan, **kept))
+    found = found.with_plan(options=plan.options, cluster=plan.cluster, gap=gap, candidates=tried)
     gone = [name for _, name in on_mesh.codec.unknown(plan.decisions)]
     anew = [name for node in decisions.anew for name in on_mesh.codec.names[node]]
     return replace(found, anew=(*gone, *anew))
@@ -508,7 +486,7 @@ def _as_searched(step: Step, short: Shortened, plan: Plan, cluster: Cluster, pla
 
 def _as_edited(short: Shortened, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
     """The prepared whole step, folded as the shortened step without recomputation."""
-    marks = _marks(short.step, plan.options.get("pin", {}))
+    marks = pin_marks(short.step, plan.options.get("pin", {}))
     like = StepProblem.of(_in_microbatches(short.step, plan, place), marks, cluster.device, clock=WorkClock())
     return _step_problem(short.whole, plan, cluster, place, like)
 
@@ -523,7 +501,7 @@ def _step_problem(
     step: Step, plan: Plan, cluster: Cluster, place: str, like: StepProblem | None = None
 ) -> StepProblem:
     """The prepared step with a plan's rewrites, folded like the shortened step if one is given."""
-    marks = _marks(step, plan.options.get("pin", {}))
+    marks = pin_marks(step, plan.options.get("pin", {}))
     split = _in_microbatches(step, plan, place)
     sites = offloaded_sites = frozenset[Site]()
     program = folded_like(flatten(split), like.traced_program) if like else None
@@ -617,17 +595,12 @@ def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:
         raise PlanError(f"{place}: microbatches: {e}") from e
 
 
-def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:
-    """Per argument, its pin. A plan repeats the pins of its search, so that both fold the step alike."""
-    return [str(pins.get(a.name, "")) for a in step.arguments]
-
-
 def _equivalence_keys(step: Step, options: Mapping[str, Any]) -> list[Any]:
     """Per argument, the key of its equivalence class: its pin, and whether it is named to rest on the host."""
     offload = options.get("offload", ())
     named = () if isinstance(offload, str) else tuple(offload)
     is_named = [a.name.startswith(named) for a in step.arguments]
-    return list(zip(_marks(step, options.get("pin", {})), is_named, strict=True))
+    return list(zip(pin_marks(step, options.get("pin", {})), is_named, strict=True))
 
 
 def _options_json(options: Options) -> dict[str, Any]:

@@ -58,9 +58,7 @@ def explain(found: SearchResult, name: str, place: str = "plan") -> Explanation:
     """Explains one decision of a plan that was applied to its step.
 
     Args:
-      found: the plan, applied to its step (`search.driver.apply`).
       name: the path of an argument, or the name of an op, a copy or a class of recomputed ops in the plan.
-      place: the plan's name in messages.
 
     Raises:
       PlanError: nothing is decided under this name.

@@ -104,10 +104,8 @@ class HostArguments:
     @cached_property
     def _num_bytes(self) -> tuple[int, ...]:
         """Bytes by argument, with those that it represents."""
-        graph, arguments = self.step.graph, self.step.arguments
-        return tuple(
-            a.repeats * graph.values[v].num_bytes for v, a in zip(graph.inputs, arguments, strict=True)
-        )
+        values = self.step.graph.values
+        return tuple(a.repeats * values[v].num_bytes for v, a in self.step.inputs)
 
     def _called(self, kind: str) -> str:
         """A kind as the user named it; an unknown name with those that are close to it."""

@@ -132,9 +132,6 @@ def explain(
     """The error to raise if no plan was found.
 
     Args:
-      step_problem: the prepared step.
-      cluster: the cluster of the request.
-      options: the options of the request.
       smallest: the smallest peak; None if there was no time to find a plan.
       is_proven: True if it is proven that nothing fits.
       deadline: the end of all trials.

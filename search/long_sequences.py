@@ -136,14 +136,7 @@ def _each(graph: Graph, num_runs: int) -> Iterator[_Attention]:
 
 
 def holds_too_much(step: Step, in_blocks: Step, num_devices: int, limit_bytes: int) -> bool:
-    """True if no plan of the step as it is fits: one example's scores, split over all devices, are more than the cap.
-
-    Args:
-      step: the step.
-      in_blocks: the step with its attention in blocks.
-      num_devices: of the cluster.
-      limit_bytes: the cap.
-    """
+    """True if no plan of the step as it is fits: one example's scores, split over all devices, are more than the cap."""
     examples = max(batch_divisors(step), default=1)
     most = max(one.num_scores * one.query.itemsize for one in _attentions(in_blocks))
     return most / examples / num_devices > limit_bytes

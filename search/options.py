@@ -10,7 +10,7 @@ from typing import Any
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.meshes import mesh_shapes
-from autoshard.search.ir.graph import Role
+from autoshard.search.ir.graph import Role, Step
 from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock, WorkClock
 
@@ -136,6 +136,12 @@ def _shapes_with(cluster: Cluster, named: Mapping[str, str]) -> tuple[tuple[int,
     shapes = mesh_shapes(cluster, max_axes=max(2, num_axes))
     whole = (cluster.num_devices, *[1] * (num_axes - 1))
     return tuple(s for s in shapes if len(s) >= num_axes) or tuple(sorted(set(permutations(whole))))
+
+
+def pin_marks(step: Step, pins: Mapping[str, Any]) -> list[str]:
+    """Per argument, its pin, which keeps it from being decided with others like it. A plan repeats the pins of its search,
+    so that both fold the step alike."""
+    return [str(pins.get(argument.name, "")) for argument in step.arguments]
 
 
 def named_axes(pins: Mapping[str, Any]) -> dict[str, str]:

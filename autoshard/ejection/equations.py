@@ -58,28 +58,30 @@ def _keywords(function: str, *names: str, variadic: bool = False) -> Callable[[O
     return written
 
 
-def _reduction(name: str) -> Callable[[Operands, Params], str]:
-    return lambda operands, params: f"lax.{name}({operands[0]}, {text(tuple(params['axes']))})"
+def _template(template: str, **parameters: Callable[[Any], str]) -> Callable[[Operands, Params], str]:
+    """A call with operands by number and parameters by name, each written by a function of its value."""
+
+    def written(operands: Operands, params: Params) -> str:
+        return template.format(*operands, **{name: how(params[name]) for name, how in parameters.items()})
+
+    return written
 
 
-def _cumulative(name: str) -> Callable[[Operands, Params], str]:
-    return _keywords(f"lax.{name}", "axis", "reverse")
+def _axes(axes: Sequence[Any]) -> str:
+    return text(tuple(axes))
+
+
+def _only(axes: Sequence[int]) -> str:
+    (axis,) = axes
+    return str(axis)
+
+
+def _implementation(impl: Any) -> str:
+    return text(str(impl.name))
 
 
 def _scattered(function: str) -> Callable[[Operands, Params], str]:
     return _keywords(f"lax.{function}", "dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-
-
-def _converted(operands: Operands, params: Params) -> str:
-    return f"{operands[0]}.astype({dtype(params['new_dtype'])})"
-
-
-def _bitcast(operands: Operands, params: Params) -> str:
-    return f"lax.bitcast_convert_type({operands[0]}, {dtype(params['new_dtype'])})"
-
-
-def _iota(operands: Operands, params: Params) -> str:
-    return f"lax.broadcasted_iota({dtype(params['dtype'])}, {text(params['shape'])}, {params['dimension']})"
 
 
 def _reshaped(operands: Operands, params: Params) -> str:
@@ -115,34 +117,11 @@ def _random_bits(operands: Operands, params: Params) -> str:
     return f"jax.random.bits({operands[0]}, {text(tuple(params['shape']))}, {word})"
 
 
-def _random_key(function: str) -> Callable[[Operands, Params], str]:
-    def written(operands: Operands, params: Params) -> str:
-        return f"jax.random.{function}({operands[0]}, impl={text(str(params['impl'].name))})"
-
-    return written
-
-
-def _random_split(operands: Operands, params: Params) -> str:
-    return f"jax.random.split({operands[0]}, {text(tuple(params['shape']))})"
-
-
-def _argument_of_extremum(name: str) -> Callable[[Operands, Params], str]:
-    def written(operands: Operands, params: Params) -> str:
-        (axis,) = params["axes"]
-        return f"lax.{name}({operands[0]}, {axis}, {dtype(params['index_dtype'])})"
-
-    return written
-
-
 def _collective(operands: Operands, params: Params) -> str:
     if params.get("axis_index_groups") is not None:
         raise UnwritableError("groups of a collective")
     inner = operands[0] if len(operands) == 1 else sequence(tuple(operands))
     return f"lax.psum({inner}, {text(tuple(params['axes']))})"
-
-
-def _permuted(operands: Operands, params: Params) -> str:
-    return f"lax.ppermute({operands[0]}, {text(params['axis_name'])}, {text(params['perm'])})"
 
 
 WINDOW = ("window_dimensions", "window_strides", "padding")
@@ -168,15 +147,13 @@ def _window_gradient(operands: Operands, params: Params) -> str:
     return f"jax.vjp(lambda x: {reduced}, {operand})[1]({source})[0]"
 
 
-def _integer_power(operands: Operands, params: Params) -> str:
-    return f"lax.integer_pow({operands[0]}, {params['y']})"
-
-
 WRITERS: Mapping[str, Callable[[Operands, Params], str]] = MappingProxyType(
     {
-        "integer_pow": _integer_power,
-        "convert_element_type": _converted,
-        "iota": _iota,
+        "integer_pow": _template("lax.integer_pow({0}, {y})", y=str),
+        "convert_element_type": _template("{0}.astype({new_dtype})", new_dtype=dtype),
+        "iota": _template(
+            "lax.broadcasted_iota({dtype}, {shape}, {dimension})", dtype=dtype, shape=text, dimension=str
+        ),
         "reshape": _reshaped,
         "broadcast_in_dim": _keywords("lax.broadcast_in_dim", "shape", "broadcast_dimensions"),
         "transpose": _keywords("lax.transpose", "permutation"),
@@ -185,7 +162,7 @@ WRITERS: Mapping[str, Callable[[Operands, Params], str]] = MappingProxyType(
         "rev": _keywords("lax.rev", "dimensions"),
         "concatenate": _keywords("lax.concatenate", "dimension", variadic=True),
         "unstack": _keywords("lax.unstack", "axis"),
-        "bitcast_convert_type": _bitcast,
+        "bitcast_convert_type": _template("lax.bitcast_convert_type({0}, {new_dtype})", new_dtype=dtype),
         "split": _keywords("lax.split", "sizes", "axis"),
         "pad": _keywords("lax.pad", "padding_config"),
         "slice": _keywords("lax.slice", "start_indices", "limit_indices", "strides"),
@@ -229,22 +206,22 @@ WRITERS: Mapping[str, Callable[[Operands, Params], str]] = MappingProxyType(
         "select_and_scatter_add": _window_gradient,
         "sort": _keywords("lax.sort", "dimension", "is_stable", "num_keys", variadic=True),
         "top_k": _keywords("lax.top_k", "k", "axis"),
-        "argmax": _argument_of_extremum("argmax"),
-        "argmin": _argument_of_extremum("argmin"),
+        "argmax": _template("lax.argmax({0}, {axes}, {index_dtype})", axes=_only, index_dtype=dtype),
+        "argmin": _template("lax.argmin({0}, {axes}, {index_dtype})", axes=_only, index_dtype=dtype),
         "sharding_constraint": _sharded,
         "optimization_barrier": _barrier,
         "device_put": _moved,
         "random_bits": _random_bits,
-        "random_wrap": _random_key("wrap_key_data"),
-        "random_seed": _random_key("key"),
-        "random_split": _random_split,
+        "random_wrap": _template("jax.random.wrap_key_data({0}, impl={impl})", impl=_implementation),
+        "random_seed": _template("jax.random.key({0}, impl={impl})", impl=_implementation),
+        "random_split": _template("jax.random.split({0}, {shape})", shape=_axes),
         "psum": _collective,
         "psum_invariant": _collective,
-        "ppermute": _permuted,
+        "ppermute": _template("lax.ppermute({0}, {axis_name}, {perm})", axis_name=text, perm=text),
         "axis_index": _keywords("lax.axis_index", "axis_name"),
     }
     | {
-        name: _reduction(name)
+        name: _template(f"lax.{name}({{0}}, {{axes}})", axes=_axes)
         for name in (
             "reduce_sum",
             "reduce_max",
@@ -255,7 +232,10 @@ WRITERS: Mapping[str, Callable[[Operands, Params], str]] = MappingProxyType(
             "reduce_xor",
         )
     }
-    | {name: _cumulative(name) for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")}
+    | {
+        name: _keywords(f"lax.{name}", "axis", "reverse")
+        for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+    }
 )
 """By primitive with parameters, what writes its call."""
 

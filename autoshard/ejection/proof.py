@@ -100,11 +100,8 @@ def loaded(
     """The jitted function of an ejected file, over the mesh of a program, and its arguments' shapes.
 
     Args:
-      text: the file.
       constants: the arrays in the `.npz` beside it.
-      step: the user's step.
       args: the shapes of its arguments, with the objects among them.
-      program: the plan's.
     """
     with TemporaryDirectory() as folder:
         namespace: dict[str, Any] = {"__name__": "ejected", "__file__": f"{folder}/ejected.py"}

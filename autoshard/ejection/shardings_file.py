@@ -13,13 +13,7 @@ HOST = "pinned_host"
 
 
 def shardings_file(plan: Plan, mesh: Mapping[str, int], arguments: Sequence[Tree]) -> str:
-    """The file's text.
-
-    Args:
-      plan: the plan.
-      mesh: the size of each mesh axis by name, outermost first.
-      arguments: the places of the step's arguments.
-    """
+    """The file's text."""
     shape = format_mesh(tuple(mesh.values()))
     paragraphs = [
         f"The shardings of the arguments of `{plan.step}` on {plan.cluster['name']}, a mesh of {shape} devices.",

@@ -22,10 +22,6 @@ from autoshard.search.pipeline.pipeline_plan import Pipeline
 def stage_shardings_file(found: Pipeline, names: Sequence[str]) -> str:
     """The file's text.
 
-    Args:
-      found: the plan on its step.
-      names: of the step's arguments.
-
     Raises:
       InputError: two arrays of an argument have one path and lie apart.
     """

@@ -12,13 +12,7 @@ from autoshard.search.plan.values import PlanValues
 
 
 def answer(plan: PlanValues, cluster: AnyCluster, gap: str) -> Html:
-    """Numbers and sentences.
-
-    Args:
-      plan: with the estimates of its decisions.
-      cluster: the plan's.
-      gap: the certified gap in words.
-    """
+    """Numbers and sentences."""
     sentences = {
         "Limits the step": limit(plan),
         "Fills the memory": filling(plan),

@@ -70,7 +70,6 @@ class CompilerVerifier:
         """A plan's predictions beside the statistics of its compiled program.
 
         Args:
-          found: a plan on its step.
           full: whether to compile all blocks, however many are alike.
         """
 
@@ -201,17 +200,7 @@ def lowered(step: Step, program: Program) -> Any:
 
 
 def _argument_bytes(program: Program) -> int:
-    return sum(map(_shard_bytes, jax.tree.leaves(program.args)))
-
-
-def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-    assert x.sharding is not None
-    if x.sharding.memory_kind == "pinned_host":
-        return 0
-    size = 1
-    for n in x.sharding.shard_shape(x.shape):
-        size *= n
-    return size * _jax.itemsize(x.dtype)
+    return sum(map(jit.shard_bytes, jax.tree.leaves(program.args)))
 
 
 def telling(progress: Progress, which: str, watch: Stopwatch) -> Progress:

@@ -27,9 +27,6 @@ def omitted_bytes(
     """Bytes per device by which the least peak is lower without some of the step's ops; arguments are not counted.
 
     Args:
-      costed: the strategy graph on its mesh.
-      live_ranges: the live ranges of that graph.
-      chosen: the strategy of each node.
       left_out: sets of ops of the step's outermost graph, one for each result.
     """
     lowered = _without_arguments(lower(costed, live_ranges, chosen))

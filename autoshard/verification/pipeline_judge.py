@@ -24,8 +24,7 @@ from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification.judge import CompilerVerifier, lowered, telling
 from autoshard.verification.pipeline_result import PipelineVerification
-from autoshard.verification.records import Footprint, ProgramProof, StageProof
-from autoshard.verification.result import beside
+from autoshard.verification.records import Footprint, ProgramProof, StageProof, beside
 
 
 def verified_for_all(verifier: CompilerVerifier, found: SpmdPipeline, full: bool) -> PipelineVerification:
@@ -38,7 +37,7 @@ def verified_for_all(verifier: CompilerVerifier, found: SpmdPipeline, full: bool
     plan, (cluster,) = found.plan, verifier.cluster.groups
     step = found.program.step
     watch = Stopwatch(step.trace_s)
-    program = spmd.build(found.program, found.sharding, cluster.num_devices)
+    program = spmd.build(found.program, found.sharding, None)
     tell = telling(verifier.progress, "", watch)
     stats = verifier.stats(step, program, plan.memory_bytes, watch, tell)
     run = ProgramProof(

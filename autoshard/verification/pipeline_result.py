@@ -6,14 +6,13 @@ A stage's peak is the highest peak of the programs on its workers. A stage's col
 counted as often as the program runs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autoshard.search.plan.text_table import plural
 from autoshard.verification import table
-from autoshard.verification.records import Footprint, ProgramProof, StageProof
-from autoshard.verification.result import exit_status, misfits, moved_difference, peak_difference
+from autoshard.verification.records import Footprint, ProgramProof, StageProof, exit_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +50,18 @@ class PipelineVerification:
         return max(self.stages, key=lambda stage: stage.predicted.peak_bytes / stage.cap_bytes).predicted
 
     @property
+    def _fullest(self) -> StageProof:
+        return max(self.stages, key=lambda stage: stage.fullness)
+
+    @property
     def compiled(self) -> Footprint:
         """The compiled footprint of the stage that needs the largest share of its cap as compiled."""
-        return max(self.stages, key=lambda stage: stage.fullness).compiled
+        return self._fullest.compiled
 
     @property
     def compiled_cap_bytes(self) -> int:
         """The cap of the stage that needs the largest share of its cap as compiled."""
-        return max(self.stages, key=lambda stage: stage.fullness).cap_bytes
+        return self._fullest.cap_bytes
 
     @property
     def is_one_program(self) -> bool:
@@ -79,16 +82,10 @@ class PipelineVerification:
     def differences(self) -> tuple[str, ...]:
         """Exceeded caps and wrong predictions, one sentence each."""
         return tuple(
-            difference for n, stage in enumerate(self.stages) for difference in self._differences(n, stage)
+            f"stage {n}: {difference}"
+            for n, stage in enumerate(self.stages)
+            for difference in stage.differences
         )
-
-    def _differences(self, n: int, stage: StageProof) -> Iterator[str]:
-        found = (
-            *misfits(stage.peak_at, stage.compiled, stage.cap_bytes, stage.host_cap_bytes),
-            peak_difference(stage.predicted.peak_bytes, stage.compiled.peak_bytes),
-            *map(moved_difference, stage.collectives),
-        )
-        yield from (f"stage {n}: {difference}" for difference in found if difference)
 
     @property
     def exit_status(self) -> int:

@@ -1,14 +1,19 @@
 """Records of a verification: footprints, collectives, copies, stages, each with what the plan says and the compiler made.
 
 Results (`verification.result`, `verification.pipeline_result`) hold them; tables show them.
+
+The compiler combines small collectives and merges equal ones, so their counts are shown and their bytes are judged. The
+scheduler spends free memory as it likes. So the tolerance for a peak is wider below the prediction than above it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard.cost_model.units import format_bytes
 from autoshard.cost_model.xla.stats import CompiledStats, Traffic
 from autoshard.search.pipeline.stage_sharding import MIN_BYTES
+from autoshard.search.plan.plan import Collective
 
 FLOOR_BYTES = MIN_BYTES
 """Largest difference in bytes that never counts: losses, norms and the like, which XLA merges or moves as it likes.
@@ -17,6 +22,25 @@ Derived: a link's latency is as long as it takes to move so much."""
 TRAFFIC_SHARE = 0.01
 """Largest difference that does not count, as a share of a kind's bytes over its axes. Source: a choice of ours; where the
 model is right, both sides agree to the byte."""
+
+
+PEAK_ABOVE = 0.03
+"""Largest share by which the compiled peak may exceed the predicted one: the error that a plan at its cap can afford.
+Source: a choice of ours."""
+
+PEAK_BELOW = 0.12
+"""Largest share by which the compiled peak may fall below the predicted one. It is larger than `PEAK_ABOVE`, as the error
+costs speed and not the run. Source: a choice of ours."""
+
+DIFFERS, DOES_NOT_FIT = 1, 3
+"""Exit statuses; `DOES_NOT_FIT` is that of `InfeasibleError`."""
+
+
+def exit_status(fits: bool, differences: Sequence[str]) -> int:
+    """The exit status of a verdict."""
+    if not fits:
+        return DOES_NOT_FIT
+    return DIFFERS if differences else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +102,11 @@ def paired(predicted: Mapping[Any, Traffic], compiled: Mapping[Any, Traffic]) ->
         Moved(kind, axes, *predicted.get((kind, axes), nothing), *compiled.get((kind, axes), nothing))
         for kind, axes in sorted({**predicted, **compiled})
     )
+
+
+def beside(collectives: Iterable[Collective], compiled: Mapping[Any, Traffic]) -> tuple[Moved, ...]:
+    """The collectives of a plan beside those of a compiled program."""
+    return paired({(c.kind, c.axes): (c.count, c.bytes) for c in collectives}, compiled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +206,55 @@ class StageProof:
     def fullness(self) -> float:
         """The compiled peak as a share of the cap."""
         return self.compiled.peak_bytes / self.cap_bytes
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Exceeded caps and wrong predictions, one sentence each."""
+        peaks = peak_difference(self.predicted.peak_bytes, self.compiled.peak_bytes)
+        return tuple(filter(None, (*self._misfits(), peaks, *map(moved_difference, self.collectives))))
+
+    def _misfits(self) -> Iterator[str]:
+        """Sentences on the caps that compiled programs exceed."""
+        compiled = self.compiled
+        if compiled.peak_bytes > self.cap_bytes:
+            yield (
+                f"{self.peak_at} needs {format_bytes(compiled.peak_bytes)} a device, "
+                f"{format_bytes(compiled.peak_bytes - self.cap_bytes)} more than the cap of {format_bytes(self.cap_bytes)}"
+            )
+        if compiled.host_bytes > self.host_cap_bytes:
+            yield (
+                f"{format_bytes(compiled.host_bytes)} of host memory a device are needed, and there are "
+                f"{format_bytes(self.host_cap_bytes)}"
+            )
+
+
+def peak_difference(predicted: int, compiled: int) -> str:
+    """A sentence on two peaks in bytes that differ; empty where they are near."""
+    if -PEAK_BELOW * predicted <= compiled - predicted <= PEAK_ABOVE * predicted:
+        return ""
+    side = "above" if compiled > predicted else "below"
+    return (
+        f"the compiled peak, {format_bytes(compiled)}, lies {_percent(compiled, predicted)} {side} the predicted "
+        f"{format_bytes(predicted)}"
+    )
+
+
+def moved_difference(moved: Moved) -> str:
+    """A sentence on collectives whose bytes differ; empty for others."""
+    if not moved.differs:
+        return ""
+    what = f"{moved.kind} over {', '.join(moved.axes)}"
+    if not moved.predicted_bytes:
+        return f"{what}: {format_bytes(moved.compiled_bytes)} compiled, none predicted"
+    if not moved.compiled_bytes:
+        return f"{what}: {format_bytes(moved.predicted_bytes)} predicted, none compiled"
+    return (
+        f"{what}: {format_bytes(moved.compiled_bytes)} compiled, {format_bytes(moved.predicted_bytes)} predicted "
+        f"({_percent(moved.compiled_bytes, moved.predicted_bytes)} "
+        f"{'more' if moved.compiled_bytes > moved.predicted_bytes else 'less'})"
+    )
+
+
+def _percent(found: int, wanted: int) -> str:
+    share = abs(found - wanted) / wanted if wanted else 0.0
+    return f"{100 * share:.3g}%" if share < 10 else f"{100 * share:,.0f}%"

@@ -1,18 +1,17 @@
 """A compiled program beside its plan's predictions, and the verdict.
 
-The plan predicts its memory and its collectives. The compiler combines small collectives and merges equal ones, so their
-counts are shown and their bytes are judged. The scheduler spends free memory as it likes. So the tolerance for a peak is
-wider below the prediction than above it.
+One program is judged as a pipeline's stage is (`verification.records.StageProof`). Besides, its copies to and from the host
+are known, and it may be compiled in part.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.units import format_bytes
-from autoshard.cost_model.xla.stats import CompiledStats, Traffic
-from autoshard.search.plan.plan import Collective, Plan
+from autoshard.cost_model.xla.stats import CompiledStats
+from autoshard.search.plan.plan import Plan
 from autoshard.verification import table
 from autoshard.verification.records import (
     FLOOR_BYTES,
@@ -21,20 +20,11 @@ from autoshard.verification.records import (
     Extent,
     Footprint,
     Moved,
+    StageProof,
+    beside,
     compiled_footprint,
-    paired,
+    exit_status,
 )
-
-PEAK_ABOVE = 0.03
-"""Largest share by which the compiled peak may exceed the predicted one: the error that a plan at its cap can afford.
-Source: a choice of ours."""
-
-PEAK_BELOW = 0.12
-"""Largest share by which the compiled peak may fall below the predicted one. It is larger than `PEAK_ABOVE`, as the error
-costs speed and not the run. Source: a choice of ours."""
-
-DIFFERS, DOES_NOT_FIT = 1, 3
-"""Exit statuses; `DOES_NOT_FIT` is that of `InfeasibleError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +78,30 @@ class Verification:
         return max(0, self.compiled.peak_bytes - self.cap_bytes)
 
     @property
+    def _proof(self) -> StageProof:
+        """The program as the stage that it is."""
+        return StageProof(
+            self.predicted,
+            self.compiled,
+            "the compiled program",
+            self.cap_bytes,
+            self.host_cap_bytes,
+            self.collectives,
+        )
+
+    @property
     def fits(self) -> bool:
         """Whether the compiled program keeps to the cap and to the host's memory."""
-        return not self.overshoot_bytes and self.compiled.host_bytes <= self.host_cap_bytes
+        return self._proof.fits
 
     @property
     def differences(self) -> tuple[str, ...]:
         """Exceeded limits and wrong predictions, one sentence each."""
-        peaks = peak_difference(self.predicted.peak_bytes, self.compiled.peak_bytes)
-        exceeded = misfits("the compiled program", self.compiled, self.cap_bytes, self.host_cap_bytes)
-        sentences = [*exceeded, peaks, *map(moved_difference, self.collectives), *_copied(self)]
-        return tuple(filter(None, sentences))
+        copied_bytes = sum(c.bytes for c in self.host_copies)
+        if copied_bytes <= FLOOR_BYTES or self.predicted.host_bytes:
+            return self._proof.differences
+        copied = f"{format_bytes(copied_bytes)} a device are copied to and from the host"
+        return (*self._proof.differences, f"{copied}, and the plan keeps nothing there")
 
     @property
     def differing(self) -> tuple[Moved, ...]:
@@ -158,74 +161,3 @@ def compared(
         extent=extent,
         seconds=seconds,
     )
-
-
-def beside(collectives: Iterable[Collective], compiled: Mapping[Any, Traffic]) -> tuple[Moved, ...]:
-    """The collectives of a plan beside those of a compiled program."""
-    return paired({(c.kind, c.axes): (c.count, c.bytes) for c in collectives}, compiled)
-
-
-def exit_status(fits: bool, differences: Sequence[str]) -> int:
-    """The exit status of a verdict."""
-    if not fits:
-        return DOES_NOT_FIT
-    return DIFFERS if differences else 0
-
-
-def misfits(at_peak: str, compiled: Footprint, cap_bytes: int, host_cap_bytes: int) -> Iterator[str]:
-    """Sentences on the caps that compiled programs exceed.
-
-    Args:
-      at_peak: the program that has the peak, in words.
-      compiled: their footprint.
-      cap_bytes: the cap of a device.
-      host_cap_bytes: a device's share of its host's memory.
-    """
-    if compiled.peak_bytes > cap_bytes:
-        yield (
-            f"{at_peak} needs {format_bytes(compiled.peak_bytes)} a device, "
-            f"{format_bytes(compiled.peak_bytes - cap_bytes)} more than the cap of {format_bytes(cap_bytes)}"
-        )
-    if compiled.host_bytes > host_cap_bytes:
-        yield (
-            f"{format_bytes(compiled.host_bytes)} of host memory a device are needed, and there are "
-            f"{format_bytes(host_cap_bytes)}"
-        )
-
-
-def peak_difference(predicted: int, compiled: int) -> str:
-    """A sentence on two peaks in bytes that differ; empty where they are near."""
-    if -PEAK_BELOW * predicted <= compiled - predicted <= PEAK_ABOVE * predicted:
-        return ""
-    side = "above" if compiled > predicted else "below"
-    return (
-        f"the compiled peak, {format_bytes(compiled)}, lies {_percent(compiled, predicted)} {side} the predicted "
-        f"{format_bytes(predicted)}"
-    )
-
-
-def moved_difference(moved: Moved) -> str:
-    """A sentence on collectives whose bytes differ; empty for others."""
-    if not moved.differs:
-        return ""
-    what = f"{moved.kind} over {', '.join(moved.axes)}"
-    if not moved.predicted_bytes:
-        return f"{what}: {format_bytes(moved.compiled_bytes)} compiled, none predicted"
-    if not moved.compiled_bytes:
-        return f"{what}: {format_bytes(moved.predicted_bytes)} predicted, none compiled"
-    return (
-        f"{what}: {format_bytes(moved.compiled_bytes)} compiled, {format_bytes(moved.predicted_bytes)} predicted "
-        f"({_percent(moved.compiled_bytes, moved.predicted_bytes)} "
-        f"{'more' if moved.compiled_bytes > moved.predicted_bytes else 'less'})"
-    )
-
-
-def _copied(v: Verification) -> Iterator[str]:
-    total = sum(c.bytes for c in v.host_copies)
-    if total > FLOOR_BYTES and not v.predicted.host_bytes:
-        yield f"{format_bytes(total)} a device are copied to and from the host, and the plan keeps nothing there"
-
-
-def _percent(found: int, wanted: int) -> str:
-    share = abs(found - wanted) / wanted if wanted else 0.0
-    return f"{100 * share:.3g}%" if share < 10 else f"{100 * share:,.0f}%"

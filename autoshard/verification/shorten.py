@@ -62,12 +62,7 @@ class NotShortened:
 
 
 def shorten(step: Step, sharding: StepSharding) -> ShortPrograms | NotShortened:
-    """Shortens the stacks of repeated blocks in a step.
-
-    Args:
-      step: a traced step.
-      sharding: a plan spelled out for the step.
-    """
+    """Shortens the stacks of repeated blocks in a step."""
     blocks = find_blocks(step)
     likeness = Likeness(step, sharding, blocks)
     inner = [

@@ -41,13 +41,6 @@ class TurnedCopy:
 def turned(paths: ReshardPaths, fusion: Fusion, i: int, operand: int, buffer: int) -> TurnedCopy | None:
     """The copy of an operand that an op needs if the array under its views is row-major.
 
-    Args:
-      paths: the reshard paths of the program.
-      fusion: the fusion of the program.
-      i: the op.
-      operand: the operand's number.
-      buffer: the array.
-
     Returns:
       None where the op reads the operand in its present order, or computes it on the fly.
     """

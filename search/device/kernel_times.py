@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.cost_model.collectives import SCHEDULED_RATIO, MeshModel
 from autoshard.cost_model.compute import kernel_s
+from autoshard.cost_model.memo import memo
 from autoshard.search.problem.convolution_copies import CONVOLUTION
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.kernels import FusedKernel, runs_alone
@@ -57,9 +58,6 @@ class Times:
     def __init__(self, costed: CostedGraph, chosen: Sequence[int]) -> None:
         self.costed, self.chosen, self.folded = costed, chosen, costed.graph.folded
         self.device = costed.resharder.mesh.cluster.device
-        self._alone: dict[int, KernelTime] = {}
-        self._fused: dict[FusedKernel, float] = {}
-        self._moving: dict[float, KernelTime] = {}
 
     def of_op(self, i: int, moved_bytes: float) -> KernelTime:
         """One run of the kernel that makes an op's results, which reads and writes this many bytes for them."""
@@ -72,28 +70,25 @@ class Times:
         kernel, share = self.costed.kernels.of_op[i]
         return KernelTime(share * self._fused_s(kernel), apart.scheduled_s)
 
+    @memo
     def _fused_s(self, kernel: FusedKernel) -> float:
-        if kernel not in self._fused:
-            moved_bytes = self._chosen(kernel.op_classes[0], self.costed.kernel_bytes(kernel))
-            self._fused[kernel] = float(kernel_s(self.device, moved_bytes))
-        return self._fused[kernel]
+        moved_bytes = self._chosen(kernel.op_classes[0], self.costed.kernel_bytes(kernel))
+        return float(kernel_s(self.device, moved_bytes))
 
+    @memo
     def _of_alone(self, op_class: int) -> KernelTime:
-        if op_class not in self._alone:
-            seconds = self._chosen(op_class, self.costed.op_seconds(op_class))
-            op = self.folded.op(op_class)
-            guessed_s = UNKNOWN_S if op.is_transfer else CONVOLUTION_S if op.name == CONVOLUTION else seconds
-            self._alone[op_class] = KernelTime(seconds, guessed_s)
-        return self._alone[op_class]
+        seconds = self._chosen(op_class, self.costed.op_seconds(op_class))
+        op = self.folded.op(op_class)
+        guessed_s = UNKNOWN_S if op.is_transfer else CONVOLUTION_S if op.name == CONVOLUTION else seconds
+        return KernelTime(seconds, guessed_s)
 
     def _chosen(self, op_class: int, of_strategies: np.ndarray) -> float:
         """The entry of an array over strategies at the chosen strategy of an op's group."""
         strategy = self.chosen[self.costed.graph.node_of[op_class]]
         return float(of_strategies[strategy])
 
+    @memo
     def of_moving(self, num_bytes: float) -> KernelTime:
         """A kernel that reads and writes this many bytes."""
-        if num_bytes not in self._moving:
-            seconds = float(kernel_s(self.device, num_bytes))
-            self._moving[num_bytes] = KernelTime(seconds, num_bytes / self.device.memory_bytes_per_s)
-        return self._moving[num_bytes]
+        seconds = float(kernel_s(self.device, num_bytes))
+        return KernelTime(seconds, num_bytes / self.device.memory_bytes_per_s)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 
+from autoshard.cost_model.memo import memo
 from autoshard.search.device.handed_over import TurnedCopy, turned
 from autoshard.search.device.kernel_times import KernelTime, Times, of_collective
 from autoshard.search.device.sums_in_place import sums_in_place
@@ -200,7 +201,6 @@ class _Lowering:
         self.buffers: list[Buffer] = []
         self.sources: dict[int, tuple[int, ...]] = {}
         self.shared = SharedPaths[tuple[int, ...]]()
-        self.reduced: dict[int, list] = {}
         self.rewritten: dict[tuple[tuple[int, ...], Hashable, float], tuple[int, ...]] = {}
         self.looped: dict[Hashable, int] = {}
         self.last_backward: tuple[int, ...] = ()
@@ -505,19 +505,18 @@ class _Lowering:
         self._append(Kernel(i, source, (made,), (*after, *self.waits.get(v, ())), what, 0.0, time, loops))
         return made
 
-    def reductions(self, op_class: int):
+    @memo
+    def reductions(self, op_class: int) -> list[tuple[tuple[int, ...], float]]:
         """The all-reduces that an op's own group resolves where the op runs: mesh axes and bytes per device. Numbers that
         are reduced behind their loop are left out."""
-        if op_class not in self.reduced:
-            graph = self.costed.graph
-            is_late = graph.num_reductions[op_class] < self.folded.counts[op_class]
-            strategy = self.chosen[graph.node_of[op_class]]
-            self.reduced[op_class] = [
-                (axes, float(local[at.tolist().index(strategy)]))
-                for axes, at, local, _ in self.costed.reductions(op_class)
-                if strategy in at and not is_late
-            ]
-        return self.reduced[op_class]
+        graph = self.costed.graph
+        is_late = graph.num_reductions[op_class] < self.folded.counts[op_class]
+        strategy = self.chosen[graph.node_of[op_class]]
+        return [
+            (axes, float(local[at.tolist().index(strategy)]))
+            for axes, at, local, _ in self.costed.reductions(op_class)
+            if strategy in at and not is_late
+        ]
 
     def _kernel(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
         moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))

@@ -191,9 +191,6 @@ def predict(
     """Predicts the step of one device under an assignment.
 
     Args:
-      costed: the strategy graph on its mesh.
-      live_ranges: live ranges of the same graph.
-      chosen: the strategy of each node.
       limit_bytes: the cap, from which the scheduler's budget follows.
       is_one_program: whether one program runs them all, or one for each task of a pipeline's stages.
     """

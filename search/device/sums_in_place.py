@@ -24,8 +24,6 @@ def sums_in_place(
     """By product: the addition, and the value that the product is added to.
 
     Args:
-      live_ranges: live ranges of the step.
-      paths: the specs and reshards of its values.
       is_one_program: whether the loop over microbatches is part of the program.
     """
     return {i: (u, v) for i, u, v in _Sums(live_ranges, paths, is_one_program).found()}

@@ -144,8 +144,6 @@ def partitioned(
     """The computation of a `custom_partitioning` equation on each device, as XLA's partitioner requests it.
 
     Args:
-      params: the equation's parameters.
-      mesh: the devices.
       operands: the whole operands, each with its spec.
       results: the whole results, each with the requested spec.
 

@@ -12,8 +12,8 @@ Everything is frozen. `verify` is the specification: it runs after every pass th
 """
 
 import math
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -157,9 +157,30 @@ class Op:
         return _jax.scan_counts(self.params)
 
     @property
+    def sliced(self) -> tuple[Atom, ...]:
+        """The inputs of a `scan` of which each iteration gets a slice."""
+        return self.inputs[sum(self.loop_counts) :]
+
+    @property
+    def carried(self) -> tuple[int, ...]:
+        """The outputs of a `scan` that are the last carries."""
+        return self.outputs[: self.loop_counts[1]]
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """The outputs of a `scan` that hold a slice of each iteration."""
+        return self.outputs[self.loop_counts[1] :]
+
+    @property
     def operands(self) -> tuple[int, ...]:
         """The inputs that are values rather than literals."""
         return tuple([a for a in self.inputs if isinstance(a, int)])
+
+    def with_bodies(self, change: Callable[["Graph"], "Graph"]) -> "Op":
+        """The op with each of its bodies changed."""
+        if not self.bodies:
+            return self
+        return replace(self, bodies={key: tuple(map(change, each)) for key, each in self.bodies.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +209,20 @@ class Graph:
     def made(self) -> tuple[int, ...]:
         """The outputs that are values rather than literals."""
         return tuple([a for a in self.outputs if isinstance(a, int)])
+
+    @cached_property
+    def maker(self) -> dict[int, Op]:
+        """By value, the op that makes it."""
+        return {v: op for op in self.ops for v in op.outputs}
+
+    @cached_property
+    def made_at(self) -> dict[int, int]:
+        """By value, the index of the op that makes it."""
+        return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
+
+    def with_ops(self, change: Callable[[Op], Op]) -> "Graph":
+        """The graph with each of its ops changed."""
+        return replace(self, ops=tuple(map(change, self.ops)))
 
     @cached_property
     def num_ops(self) -> int:
@@ -254,6 +289,11 @@ class Step:
     weak_arguments: frozenset[int] = frozenset()
     weak_results: frozenset[int] = frozenset()
     spelled_out: "Step | None" = None
+
+    @property
+    def inputs(self) -> Iterator[tuple[int, Argument]]:
+        """The graph's inputs, each with the argument that it is."""
+        return zip(self.graph.inputs, self.arguments, strict=True)
 
     @cached_property
     def rests_as(self) -> tuple[int | None, ...]:

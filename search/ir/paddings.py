@@ -24,20 +24,12 @@ Edges = Sequence[tuple[int, int, int]]
 
 def with_own_padding(graph: Graph) -> Graph:
     """The graph without paddings by zeros that only windows read, and without cuts behind convolutions."""
-    made = {v: op for op in graph.ops for v in op.outputs}
-    paddings = {v: op for v, op in made.items() if op.name == "pad" and _pads_zeros(op, made)}
-    ops = [_with_bodies(_padded(op, paddings)) for op in graph.ops]
+    paddings = {v: op for v, op in graph.maker.items() if op.name == "pad" and _pads_zeros(op, graph.maker)}
+    ops = [_padded(op, paddings).with_bodies(with_own_padding) for op in graph.ops]
     made = {v: op for op in ops for v in op.outputs}
     uses = Counter([v for op in ops for v in op.operands] + [*graph.made])
     cut = (_cut(op, made, uses) if op.outputs[:1] and op.outputs[0] in paddings else op for op in ops)
     return without_dead_ops(replace(graph, ops=tuple(cut)))
-
-
-def _with_bodies(op: Op) -> Op:
-    if not op.bodies:
-        return op
-    inner = {key: tuple(map(with_own_padding, bodies)) for key, bodies in op.bodies.items()}
-    return replace(op, bodies=inner)
 
 
 def _pads_zeros(op: Op, made: Mapping[int, Op]) -> bool:

@@ -54,16 +54,15 @@ def with_phases(graph: Graph) -> Graph:
 
 
 def _in_phases(graph: Graph, phases: Sequence[Phase | None]) -> Graph:
-    """The graph with these phases. The ops of a body have its op's phase, except ops named backward (a gradient inside)."""
-    ops: list[Op] = []
-    for op, phase in zip(graph.ops, phases, strict=True):
-        assert phase is not None
-        bodies = {
-            key: tuple(_in_phases(b, [_body_phase(o.scope, phase) for o in b.ops]) for b in bodies)
-            for key, bodies in op.bodies.items()
-        }
-        ops.append(replace(op, phase=phase, bodies=bodies))
-    return replace(graph, ops=tuple(ops))
+    """The graph with these phases."""
+    return replace(graph, ops=tuple(map(_in_phase, graph.ops, phases)))
+
+
+def _in_phase(op: Op, phase: Phase | None) -> Op:
+    """An op in a phase. The ops of a body have its op's phase, except ops named backward (a gradient inside)."""
+    assert phase is not None
+    inside = op.with_bodies(lambda b: _in_phases(b, [_body_phase(o.scope, phase) for o in b.ops]))
+    return replace(inside, phase=phase)
 
 
 def _body_phase(scope: str, outer: Phase) -> Phase:

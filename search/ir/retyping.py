@@ -44,7 +44,7 @@ class _Restored:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.maker = {v: op for op in graph.ops for v in op.outputs}
+        self.maker = graph.maker
         self.lineages, self.sources = lineages(graph), sources(graph)
 
     def op(self, argument: int, new: Atom) -> Op | None:

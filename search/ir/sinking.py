@@ -38,27 +38,22 @@ def sunk(graph: Graph, is_whole: bool = False) -> Graph:
       is_whole: whether the values that a constant is computed from are computed in the body too, if they are large and cheap
         themselves.
     """
-    maker = {v: op for op in graph.ops for v in op.outputs}
-    ops = (
-        _with_bodies(_sunk_into(op, graph, maker, is_whole) if op.name == "scan" else op, is_whole)
-        for op in graph.ops
-    )
-    return without_dead_ops(replace(graph, ops=tuple(ops)))
+
+    def sinking(op: Op) -> Op:
+        outer = _sunk_into(op, graph, is_whole) if op.name == "scan" else op
+        return outer.with_bodies(lambda body: sunk(body, is_whole))
+
+    return without_dead_ops(graph.with_ops(sinking))
 
 
-def _with_bodies(op: Op, is_whole: bool) -> Op:
-    if not op.bodies:
-        return op
-    inner = {key: tuple(sunk(body, is_whole) for body in bodies) for key, bodies in op.bodies.items()}
-    return replace(op, bodies=inner)
-
-
-def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op], is_whole: bool) -> Op:
+def _sunk_into(loop: Op, graph: Graph, is_whole: bool) -> Op:
     """The loop with its large, cheap constants computed in its body."""
     num_consts, num_carry = loop.loop_counts
     (body,) = loop.bodies["jaxpr"]
     entering = list(zip(loop.inputs, body.inputs, strict=True))
-    makers = {inner: cheap_makers(outer, graph, maker, is_whole) for outer, inner in entering[:num_consts]}
+    makers = {
+        inner: cheap_makers(outer, graph, graph.maker, is_whole) for outer, inner in entering[:num_consts]
+    }
     if not any(makers.values()):
         return loop
     kept = [(outer, inner) for outer, inner in entering[:num_consts] if not makers[inner]]

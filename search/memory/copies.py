@@ -16,6 +16,11 @@ SCOPE = "recomputed"
 """Suffix of the name scopes of recomputed ops. (`jax.checkpoint` recomputes ops in the scope `rematted_computation`.)"""
 
 
+def is_recomputed(op: Op | None) -> bool:
+    """True if an op was added to recompute another one."""
+    return op is not None and op.scope.endswith(SCOPE)
+
+
 class OpCopier:
     """Recomputes ops of a forward graph in another place.
 
@@ -32,8 +37,7 @@ class OpCopier:
     ) -> None:
         self._forward, self._ops = forward, forward.ops
         self._is_recomputed, self._reach, self._copy = is_recomputed, reach, copy
-        self._maker = {v: i for i, op in enumerate(forward.ops) for v in op.outputs}
-        self._maker_op = {v: op for op in forward.ops for v in op.outputs}
+        self._maker = forward.made_at
         self._sunk: set[int] = set()
         self.made: dict[int, int] = {}
 
@@ -55,7 +59,7 @@ class OpCopier:
     def _is_made_here(self, v: int) -> bool:
         """True if a value is recomputed, either by choice or because cheap ops make it."""
         if v not in self._sunk and not self.comes_anew(v):
-            makers = cheap_makers(v, self._forward, self._maker_op)
+            makers = cheap_makers(v, self._forward, self._forward.maker)
             self._sunk.update(u for op in makers for u in op.outputs)
         return v in self._sunk or self.comes_anew(v)
 
@@ -80,9 +84,5 @@ def copied(written: Written, op: Op, inputs: tuple[Atom, ...]) -> tuple[int, ...
 
 def _in_backward(op: Op) -> Op:
     """An op, with those in its bodies, in the backward phase and in the scope of recomputed ops."""
-    bodies = {
-        key: tuple(replace(b, ops=tuple(map(_in_backward, b.ops))) for b in bodies)
-        for key, bodies in op.bodies.items()
-    }
-    scope = f"{op.scope}/{SCOPE}" if op.scope else SCOPE
-    return replace(op, phase=Phase.BACKWARD, scope=scope, bodies=bodies)
+    inside = op.with_bodies(lambda body: body.with_ops(_in_backward))
+    return replace(inside, phase=Phase.BACKWARD, scope=f"{op.scope}/{SCOPE}" if op.scope else SCOPE)

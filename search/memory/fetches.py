@@ -129,7 +129,7 @@ class _Planning:
         sliced: Set[tuple[int, int]],
     ) -> None:
         self.graph, self.on_host, self.new_state, self.sliced = graph, on_host, new_state, sliced
-        self.maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+        self.maker = graph.made_at
 
     @cached_property
     def uses(self) -> dict[int, list[int]]:

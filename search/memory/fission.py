@@ -52,14 +52,11 @@ def _without_unread(op: Op, read: set[int]) -> Op:
     if op.name == "scan":
         num_xs = len(op.inputs) - num_consts - num_carry
         params = _jax.scan_params(params, num_consts, num_carry, num_xs, len(kept) - num_carry)
-    bodies = {
-        key: tuple(
-            without_unread_results(replace(b, outputs=tuple(b.outputs[r] for r in kept))) for b in each
-        )
-        for key, each in op.bodies.items()
-    }
     outputs, values = (tuple(each[r] for r in kept) for each in (op.outputs, op.result_values))
-    return replace(op, params=params, outputs=outputs, result_values=values, bodies=bodies)
+    inside = op.with_bodies(
+        lambda b: without_unread_results(replace(b, outputs=tuple(b.outputs[r] for r in kept)))
+    )
+    return replace(inside, params=params, outputs=outputs, result_values=values)
 
 
 def with_loops_cut(graph: Graph, split: BatchSplit) -> Graph:
@@ -119,7 +116,7 @@ class _Late:
           NotSplittableError: the second part reads values of examples.
         """
         self._split, self._body = split, split.graph
-        self._maker = {v: i for i, op in enumerate(self._body.ops) for v in op.outputs}
+        self._maker = self._body.made_at
         self.ops: set[int] = set()
         self.handed: dict[int, None] = {}
         self.repeated: set[int] = set()

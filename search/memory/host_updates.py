@@ -116,7 +116,7 @@ class _Finding:
 
     def __init__(self, graph: Graph, there: Sequence[int]) -> None:
         self.graph, self.there = graph, there
-        self.maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+        self.maker = graph.made_at
         self.readers: dict[int, list[int]] = {}
         for i, op in enumerate(graph.ops):
             for v in op.operands:

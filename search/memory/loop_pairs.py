@@ -17,23 +17,18 @@ from autoshard.search.memory.written import Written
 
 def loop_pairs(graph: Graph) -> dict[int, list[int]]:
     """By forward loop, the backward loops of the same graph that read its stacks; both by op index."""
-    maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+    maker = graph.made_at
     pairs: dict[int, list[int]] = {}
     for b, op in enumerate(graph.ops):
         if op.name != "scan" or op.phase is not Phase.BACKWARD:
             continue
-        xs = op.inputs[sum(op.loop_counts) :]
-        for f in sorted({maker[a] for a in xs if isinstance(a, int) and a in maker}):
+        xs = [a for a in op.sliced if isinstance(a, int)]
+        for f in sorted({maker[a] for a in xs if a in maker}):
             forward = graph.ops[f]
             is_loop = forward.name == "scan" and forward.phase is Phase.FORWARD
-            if is_loop and not set(_stacked(forward)).isdisjoint(a for a in xs if isinstance(a, int)):
+            if is_loop and not set(forward.stacked).isdisjoint(xs):
                 pairs.setdefault(f, []).append(b)
     return pairs
-
-
-def _stacked(loop: Op) -> tuple[int, ...]:
-    """The stacked results of a scan."""
-    return loop.outputs[loop.loop_counts[1] :]
 
 
 @dataclass(eq=False)
@@ -178,7 +173,7 @@ def without_unread_stacks(graph: Graph) -> Graph:
 
 def _only(read: set[int], ops: Sequence[Op]) -> Iterator[Op]:
     for op in ops:
-        if op.name == "scan" and not read.issuperset(_stacked(op)):
+        if op.name == "scan" and not read.issuperset(op.stacked):
             loop = Loop.of(op)
             loop.ys = [y for y in loop.ys if y[1] in read]
             op = loop.put_together()

@@ -373,8 +373,4 @@ def in_loop(op: Op) -> Op:
     """An op in the loop over microbatches, which holds the forward and the backward phase: an update becomes backward."""
     if op.phase is not Phase.UPDATE:
         return op
-    bodies = {
-        key: tuple(replace(b, ops=tuple(map(in_loop, b.ops))) for b in each)
-        for key, each in op.bodies.items()
-    }
-    return replace(op, phase=Phase.BACKWARD, bodies=bodies)
+    return replace(op.with_bodies(lambda body: body.with_ops(in_loop)), phase=Phase.BACKWARD)

@@ -61,10 +61,6 @@ from autoshard.search.memory.written import SCOPE, Written
 def microbatched(step: Step, count: int) -> Step:
     """The step with its batch split into microbatches.
 
-    Args:
-      step: the traced step.
-      count: number of microbatches.
-
     Returns:
       A step with the same arguments, and results that differ by the order of sums; for one microbatch the given step.
 
@@ -230,7 +226,7 @@ def _split(step: Step, size: int, count: int) -> BatchSplit:
     need be."""
     states: list[State] = []
     firsts: set[int] = set()
-    for v, argument in zip(step.graph.inputs, step.arguments, strict=True):
+    for v, argument in step.inputs:
         value = step.graph.values[v]
         is_batch = argument.role is Role.BATCH and value.shape[:1] == (size,)
         states.append(PerExample(0) if is_batch else WHOLE)
@@ -359,10 +355,7 @@ class _TakingApart:
 
 def _ahead(op: Op) -> Op:
     """An op before the loop, moved to the forward phase, as the loop holds the first ops of the backward phase."""
-    bodies = {
-        key: tuple(replace(b, ops=tuple(map(_ahead, b.ops))) for b in each) for key, each in op.bodies.items()
-    }
-    return replace(op, phase=Phase.FORWARD, bodies=bodies)
+    return replace(op.with_bodies(lambda body: body.with_ops(_ahead)), phase=Phase.FORWARD)
 
 
 class _Loop:

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Atom, Graph, Op, without_dead_ops
 from autoshard.search.memory.batch_states import (
@@ -120,17 +121,13 @@ class _MeanSearch:
         self.leaves: dict[int, None] = {}
         self.means: dict[int, None] = {}
         self.places: dict[PerExample, None] = {}
-        self.degrees: dict[int, int | None] = {}
         self.number = {op: i for i, op in enumerate(split.graph.ops)}
 
     def degree(self, atom: Atom) -> int | None:
         """The degree of an operand as a polynomial in the mean; None if it is none."""
-        if not isinstance(atom, int):
-            return 0
-        if atom not in self.degrees:
-            self.degrees[atom] = self._degree(atom)
-        return self.degrees[atom]
+        return self._degree(atom) if isinstance(atom, int) else 0
 
+    @memo
     def _degree(self, v: int) -> int | None:
         state = self.split.states[v]
         if isinstance(state, Partial):

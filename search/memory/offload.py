@@ -45,7 +45,7 @@ def may_rest_on_host(step: Step) -> dict[int, Role]:
     replaced, elsewhere = {r for r in step.replaces if r is not None}, _results_elsewhere(step)
     return {
         i: argument.role
-        for i, (v, argument) in enumerate(zip(graph.inputs, step.arguments, strict=True))
+        for i, (v, argument) in enumerate(step.inputs)
         if (i in replaced or argument.role is Role.FROZEN)
         and v not in elsewhere
         and _is_large_on_device(graph.values[v])
@@ -311,7 +311,7 @@ def _order(
     sliced: Set[tuple[int, int]],
 ) -> Iterator[int | Fetch]:
     """Ops, by number, and fetches, in their new order: program order, except for delayed ops and for updates."""
-    maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+    maker = graph.made_at
     nodes: list[int | Fetch] = [*range(len(graph.ops)), *planned]
     needs = [set[int]() for _ in nodes]
     fetched = {(v, f.phase): n for n, f in enumerate(nodes) if isinstance(f, Fetch) for v in f.arguments}

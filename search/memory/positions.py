@@ -36,12 +36,12 @@ class Scope:
     @classmethod
     def of(cls, graph: Graph) -> "Scope":
         """The scope of a graph that is no body."""
-        return cls(graph, {v: op for op in graph.ops for v in op.outputs}, None, {})
+        return cls(graph, graph.maker, None, {})
 
     def of_body(self, body: Graph, op: Op) -> "Scope":
         """The scope of a body of one of the graph's ops."""
         entering = dict(zip(body.inputs, _entering(op, body), strict=False))
-        maker = {v: op for op in body.ops for v in op.outputs}
+        maker = body.maker
         return Scope(body, maker, self, entering)
 
 

@@ -17,13 +17,14 @@ strategies.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from autoshard.cost_model.compute import kernel_s
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import EFFECTFUL, Equivalence, Graph, Op, Phase, Role, Site, Step, walk
 from autoshard.search.ir.sharding import Place
 from autoshard.search.memory.loop_pairs import loop_pairs
@@ -160,25 +161,18 @@ class Residuals:
         cuts = map(cut_loop, sites) if self.cut else ()
         return next((segments for loop, segments in cuts if self.cut and loop == self.cut.loop), None)
 
+    @memo
     def _kept(self, sites: frozenset[Site]) -> set[int]:
-        if sites not in self._known:
-            runs = [
-                not stored or site in sites for site, stored in zip(self.sites, self.is_stored, strict=True)
-            ]
-            wanted, maker = set(self.problem.needed), self._maker
-            left = list(wanted)
-            while left:
-                op = maker[left.pop()]
-                fresh = [v for v in self.problem.reads[op] if v not in wanted] if runs[op] else []
-                wanted.update(fresh)
-                left += fresh
-            self._known[sites] = {v for v in wanted if not runs[maker[v]]}
-        return self._known[sites]
-
-    @cached_property
-    def _known(self) -> dict[frozenset[Site], set[int]]:
-        """The kept values, by choice of sites."""
-        return {}
+        """The values that are kept if these sites are recomputed."""
+        runs = [not stored or site in sites for site, stored in zip(self.sites, self.is_stored, strict=True)]
+        wanted, maker = set(self.problem.needed), self._maker
+        left = list(wanted)
+        while left:
+            op = maker[left.pop()]
+            fresh = [v for v in self.problem.reads[op] if v not in wanted] if runs[op] else []
+            wanted.update(fresh)
+            left += fresh
+        return {v for v in wanted if not runs[maker[v]]}
 
     @cached_property
     def _maker(self) -> list[int]:
@@ -239,11 +233,6 @@ class Residuals:
 
 def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) -> tuple[Residuals, ...]:
     """The residuals of a step, graph by graph.
-
-    Args:
-      costed: the step on a mesh.
-      fusion: the values that the step stores.
-      strategies: of every node.
 
     Returns:
       One problem for each graph that holds both phases, followed by those of its loops.
@@ -343,7 +332,6 @@ class _Reader:
         self.costed, self.fusion, self.strategies = costed, fusion, strategies
         self.folded = costed.graph.folded
         self.program = self.folded.program
-        self._memo: dict[Hashable, float] = {}
 
     def of_graph(self, path: Site, graph: Graph) -> Residuals:
         """The residuals of a graph that holds both phases."""
@@ -388,7 +376,7 @@ class _Reader:
             site = (*inner, i)
             seconds = np.inf if _must_stay(op) else self._seconds.get(site, 0.0)
             sizes = [num_bytes(v, "result", site, r) for r, v in enumerate(op.outputs)]
-            arrays = [self._value_at.get(("result", site, r)) for r in range(len(op.outputs))]
+            arrays = [self.program.value_at.get(("result", site, r)) for r in range(len(op.outputs))]
             keep_s = [
                 size * self._passes.stacking_s_per_byte(v)
                 if v is not None and np.isfinite(size) and not op.bodies
@@ -462,27 +450,27 @@ class _Reader:
         kernel, share = self.costed.kernels.of_op[position]
         return inside_s + share * self._kernel_s(kernel)
 
+    @memo
     def _inside_s(self, op_class: int) -> float:
         """Seconds of the reductions inside an op."""
-        return self._once(("inside", op_class), op_class, lambda: self.costed.reduction_seconds(op_class))
+        return self._chosen_s(op_class, self.costed.reduction_seconds(op_class))
 
+    @memo
     def _alone_s(self, op_class: int) -> float:
-        return self._once(("alone", op_class), op_class, lambda: self.costed.op_seconds(op_class))
+        return self._chosen_s(op_class, self.costed.op_seconds(op_class))
 
+    @memo
     def _kernel_s(self, kernel: FusedKernel) -> float:
-        def seconds() -> np.ndarray:
-            return np.asarray(kernel_s(self.costed.device, self.costed.kernel_bytes(kernel)))
+        seconds = np.asarray(kernel_s(self.costed.device, self.costed.kernel_bytes(kernel)))
+        return self._chosen_s(kernel.op_classes[0], seconds)
 
-        return self._once(("kernel", kernel.op_classes), kernel.op_classes[0], seconds)
-
-    def _once(self, key: Hashable, op_class: int, per_strategy: Callable[[], np.ndarray]) -> float:
-        if key not in self._memo:
-            self._memo[key] = float(per_strategy()[self.strategies[self.costed.graph.node_of[op_class]]])
-        return self._memo[key]
+    def _chosen_s(self, op_class: int, of_strategies: np.ndarray) -> float:
+        """The seconds of the chosen strategy of an op's group."""
+        return float(of_strategies[self.strategies[self.costed.graph.node_of[op_class]]])
 
     def _stored_at(self, place: Place) -> int | None:
         """The array at a place, if it is stored and may be kept."""
-        v = self._value_at.get(place)
+        v = self.program.value_at.get(place)
         if v is None or not self.fusion.is_stored(v):
             return None
         return None if v in self._taken_again else v
@@ -510,21 +498,11 @@ class _Reader:
         """The number of arrays that an array represents."""
         return self.program.ops[self.program.maker[v][0]].repeats
 
-    @cached_property
-    def _value_at(self) -> dict[Place, int]:
-        return {
-            place: v
-            for op in self.program.ops
-            for v, places in zip(op.results, op.result_places, strict=True)
-            for place in places
-        }
-
     def _of_arguments(self, path: Site, graph: Graph, forward: Sequence[int]) -> set[int]:
         """Light ops on constants and on arguments other than the batch (parameters, state, keys)."""
         known = {v for v, _ in graph.constants}
         if not path:
-            arguments = self.program.step.arguments
-            known |= {v for v, a in zip(graph.inputs, arguments, strict=True) if a.role is not Role.BATCH}
+            known |= {v for v, a in self.program.step.inputs if a.role is not Role.BATCH}
         of_arguments: set[int] = set()
         for i in forward:
             op = graph.ops[i]

@@ -11,8 +11,9 @@ Each level runs all iterations once more. REVOLVE (Griewank and Walther 2000) ne
 segments differ in length. Those of a loop of loops are alike, so that its program does not grow with the iterations.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import Site
 from autoshard.search.memory.loop_segments import LoopSegments
 
@@ -69,18 +70,12 @@ class _LengthSearch:
 
     carry_bytes: float
     residual_bytes: float
-    known: dict[tuple[int, int], tuple[float, Lengths]] = field(
-        default_factory=dict[tuple[int, int], tuple[float, Lengths]]
-    )
 
+    @memo
     def best(self, length: int, num_levels: int) -> tuple[float, Lengths]:
         """The fewest bytes of so many iterations, and the lengths of their segments."""
-        key = length, num_levels
-        if key not in self.known:
-            cut = (self._cut(length, m, num_levels) for m in (_lengths(length) if num_levels else ()))
-            self.known[key] = min(cut, default=(float("inf"), ()))
-            self.known[key] = min(self.known[key], (length * self.residual_bytes, ()))
-        return self.known[key]
+        cut = (self._cut(length, m, num_levels) for m in (_lengths(length) if num_levels else ()))
+        return min((*cut, (length * self.residual_bytes, ())))
 
     def _cut(self, length: int, shorter: int, num_levels: int) -> tuple[float, Lengths]:
         segments, left = divmod(length, shorter)

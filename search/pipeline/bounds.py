@@ -37,7 +37,7 @@ out the bubble, all communication and the hosts' dispatch.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil, inf, prod
 
@@ -46,6 +46,7 @@ import numpy as np
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import Graph, Role, Step, Value, walk
 from autoshard.search.pipeline.schedules.registry import FAMILIES
 from autoshard.search.pipeline.simulator import StageCost
@@ -60,8 +61,6 @@ def least_makespan_s(name: str, costs: Sequence[StageCost], num_microbatches: in
     """Seconds from the first start to the last end, at least, of any schedule of a family.
 
     Args:
-      name: the family's.
-      costs: costs of each stage.
       num_microbatches: microbatches of each replica.
       num_workers: groups of devices.
     """
@@ -127,24 +126,6 @@ class PipelineBounds:
     step: Step
     cluster: Cluster
     work: StepWork
-    _least_s: dict[tuple[Pipelines, int | None], float] = field(
-        default_factory=dict[tuple[Pipelines, int | None], float], init=False, repr=False
-    )
-    _sums_s: dict[tuple[int, int], float] = field(
-        default_factory=dict[tuple[int, int], float], init=False, repr=False
-    )
-
-    def least_s(self, one: Pipelines, num_stages: int | None = None) -> float:
-        """Seconds of a step of pipelines with equal stages, at least; infinite where there are none.
-
-        Args:
-          one: the family.
-          num_stages: the number of stages, if it is given.
-        """
-        key = one, num_stages
-        if key not in self._least_s:
-            self._least_s[key] = self._bounded_s(one, num_stages)
-        return self._least_s[key]
 
     def work_s(self, count: int, size: int) -> float:
         """Seconds of a step of any pipeline, at least, wherever its stages begin.
@@ -155,7 +136,10 @@ class PipelineBounds:
         """
         return (self.work.passes(count, size).total_s + self.work.once_s) / self.cluster.num_devices
 
-    def _bounded_s(self, one: Pipelines, num_stages: int | None) -> float:
+    @memo
+    def least_s(self, one: Pipelines, num_stages: int | None) -> float:
+        """Seconds of a step of pipelines with equal stages, at least; infinite where there are none. The number of stages
+        may be given."""
         total, size, m = self.cluster.num_devices, prod(one.shape), one.num_microbatches
         family, workers = FAMILIES[one.schedule], self._num_workers(one, num_stages)
         stages = workers * family.stages_each
@@ -188,17 +172,15 @@ class PipelineBounds:
         """A stage has at least a kernel of the forward pass."""
         return self.work.num_forward_kernels or inf
 
+    @memo
     def _reduction_s(self, num_copies: int, size: int) -> float:
         """Seconds in which as many devices as a replica has add up all gradients over so many copies of a stage, and
         gather the new parameters that are read."""
         if num_copies == 1 or not self._gradient_bytes:
             return 0.0
-        if (num_copies, size) not in self._sums_s:
-            mesh, num_bytes = MeshModel(self.cluster, (num_copies, size)), self._gradient_bytes
-            kinds = ("reduce-scatter", "all-gather")
-            each = (float(mesh.time_s(kind, (0,), num_bytes, COMBINED_BYTES)) for kind in kinds)
-            self._sums_s[num_copies, size] = sum(each)
-        return self._sums_s[num_copies, size]
+        mesh, num_bytes = MeshModel(self.cluster, (num_copies, size)), self._gradient_bytes
+        kinds = ("reduce-scatter", "all-gather")
+        return sum(float(mesh.time_s(kind, (0,), num_bytes, COMBINED_BYTES)) for kind in kinds)
 
     @cached_property
     def _gradient_bytes(self) -> float:
@@ -208,8 +190,7 @@ class PipelineBounds:
         dtypes = dict.fromkeys(value.dtype for value in _made(graph))
         inexact = (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact))
         narrow_bytes = min((dtype.itemsize for dtype in inexact), default=0)
-        values = zip(graph.inputs, self.step.arguments, strict=True)
-        learned = [graph.values[v] for v, a in values if a.role is Role.PARAMETER]
+        learned = [graph.values[v] for v, a in self.step.inputs if a.role is Role.PARAMETER]
         return sum(v.num_bytes * min(1.0, narrow_bytes / v.itemsize) for v in learned)
 
 

@@ -29,11 +29,12 @@ section 5.
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
 
+from autoshard.cost_model.memo import memo
 from autoshard.search.pipeline.stage_costs import TOLERANCE, Array, StageTable, prefix_sums
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
 from autoshard.search.pipeline.sweep import Column, LatencySweep, Places, dominated
@@ -51,7 +52,6 @@ def fastest_cut(problem: InterOpProblem, relative_gap: float) -> InterOpPlan | N
     """The fastest cut into stages that fits; None if none does.
 
     Args:
-      problem: layers, devices and costs.
       relative_gap: largest share by which the plan may be slower than the best one; 0 for the best one.
     """
     return _LimitSearch(problem).run(relative_gap)
@@ -90,7 +90,6 @@ class _LimitSearch:
 
     problem: InterOpProblem
     best: _FoundCut | None = None
-    by_in_flight: dict[int, Array] = field(default_factory=dict[int, Array])
 
     def run(self, relative_gap: float) -> InterOpPlan | None:
         """The best plan; None if none fits."""
@@ -180,11 +179,10 @@ class _LimitSearch:
         it."""
         return self.table_from_end.reach_in_memory(self.problem.in_flight[0])
 
+    @memo
     def _lasts_in_memory(self, in_flight: int) -> Array:
         """[options, first layer]: the end of the longest stage that fits."""
-        if in_flight not in self.by_in_flight:
-            self.by_in_flight[in_flight] = self.table.reach_in_memory(in_flight)
-        return self.by_in_flight[in_flight]
+        return self.table.reach_in_memory(in_flight)
 
     def _fastest(self, limit_s: float, most_s: float) -> _FoundCut | None:
         """The cut of least latency whose slowest stage stays within a limit, if that latency is less than `most_s`."""

@@ -143,8 +143,9 @@ class LayerShares:
     @cached_property
     def split_arguments(self) -> frozenset[int]:
         """The arguments that lie in as many parts as there are replicas."""
-        arguments = zip(self.layers.step.step.graph.inputs, self.layers.step.step.arguments, strict=True)
-        state = frozenset(v for v, argument in arguments if argument.role is not Role.BATCH)
+        state = frozenset(
+            v for v, argument in self.layers.step.step.inputs if argument.role is not Role.BATCH
+        )
         return state - self.read_whole
 
     @cached_property

@@ -45,7 +45,6 @@ class PartKernels[Part]:
         """The peak of a part's temporaries: buffers that it neither gets nor hands on.
 
         Args:
-          part: one of the parts.
           limit_bytes: the memory that the compiler's scheduler may use for it.
         """
         lowered, runs = self._lowered, self._runs

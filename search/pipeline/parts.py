@@ -12,11 +12,13 @@ from math import prod
 from typing import Any
 
 from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.memory.microbatches import looped
 from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
 from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.options import pin_marks
 from autoshard.search.pipeline.intra_op import NO_PINS, IntraOp, as_tasks, of_replica, solved
 from autoshard.search.pipeline.layer_costs import LayerCosts, Ledger
 from autoshard.search.pipeline.layer_shares import LayerShares
@@ -34,19 +36,15 @@ LEDGER_S = 5e-5
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The step in a number of parts, some of it recomputed: made ready for stages, with its layers. Dictionaries hold the
-    results that were asked for so far.
+    """The step in a number of parts, some of it recomputed: made ready for stages, with its layers.
 
     Attributes:
       step_problem: the step with its loop over parts.
       cluster: nodes of one kind on which stages stand.
       borders: further positions in the forward phase at which layers begin.
       without_remat: these parts without recomputation; None if these have none, or it is unknown.
-      solutions: by the mesh of a replica, the strategies of its devices.
-      ledgers: by the mesh of a replica, the costs of layers on it.
-      layer_costs: by the mesh of a replica and the number of replicas, these costs as numbers.
-      others: by recomputed sites, these parts with that recomputation.
-      remat_choices: by the mesh of a replica, choices of recomputation.
+      solutions: by the mesh of a replica, the strategies of its devices, as far as they were asked for.
+      ledgers: by the mesh of a replica, the costs of layers on it, as far as they were asked for.
       first: the parts whose layers these have: on nodes of another kind, or without split parameters; None if these are
         the first.
       on_other_nodes: by nodes of another kind, these parts there.
@@ -61,13 +59,6 @@ class Parts:
     without_remat: "Parts | None" = None
     solutions: dict[tuple[int, ...], IntraOp] = field(default_factory=dict[tuple[int, ...], IntraOp])
     ledgers: dict[tuple[int, ...], Ledger] = field(default_factory=dict[tuple[int, ...], Ledger])
-    layer_costs: dict[tuple[tuple[int, ...], int], LayerCosts] = field(
-        default_factory=dict[tuple[tuple[int, ...], int], LayerCosts]
-    )
-    others: "dict[frozenset[Site], Parts]" = field(default_factory=dict[frozenset[Site], "Parts"])
-    remat_choices: "dict[tuple[int, ...], tuple[RematChoice, ...]]" = field(
-        default_factory=dict[tuple[int, ...], tuple["RematChoice", ...]]
-    )
     first: "Parts | None" = None
     on_other_nodes: "dict[Cluster, Parts]" = field(default_factory=dict[Cluster, "Parts"])
     splits_parameters: bool = False
@@ -78,7 +69,6 @@ class Parts:
     def of(
         cls,
         step: Step,
-        marks: Sequence[str],
         cluster: Cluster,
         count: int,
         sites: frozenset[Site] = frozenset(),
@@ -92,21 +82,16 @@ class Parts:
         """Makes a step ready.
 
         Args:
-          step: the traced step.
-          marks: as for `StepProblem.of`.
           cluster: nodes of one kind on which stages stand.
-          count: number of parts.
-          sites: ops to recompute.
           borders: further positions in the forward phase at which layers begin.
-          clock: the clock of all searches for it.
           most_layers: largest number of layers.
           pins: the specs in which arguments must rest.
           decided: per argument, a plan's decisions for it; empty without a plan.
           hosted: the arguments that rest in the host's memory.
         """
-        device = cluster.device
+        split, marks, device = looped(step, count), pin_marks(step, pins), cluster.device
         problem = StepProblem.of(
-            looped(step, count), marks, device, sites, hosted, decided=decided, clock=clock, as_run=as_tasks
+            split, marks, device, sites, hosted, decided=decided, clock=clock, as_run=as_tasks
         )
         clock.spend(PARTS_S * len(problem.graph.folded.program.ops))
         return cls(problem, cluster, borders, most_layers=most_layers, pins=pins)
@@ -152,15 +137,11 @@ class Parts:
         """These parts with strategies under which each device holds only a part of each parameter that tasks read."""
         return Parts(self.step_problem, self.cluster, first=self, splits_parameters=True, pins=self.pins)
 
+    @memo
     def recomputing(self, sites: frozenset[Site]) -> "Parts":
         """These parts with some ops recomputed."""
         if self.splits_parameters and self.first is not None:
             return self.first.recomputing(sites).with_split_parameters
-        if sites not in self.others:
-            self.others[sites] = self._recomputing(sites)
-        return self.others[sites]
-
-    def _recomputing(self, sites: frozenset[Site]) -> "Parts":
         problem = self.step_problem
         problem = StepProblem.of(
             problem.traced,
@@ -186,12 +167,10 @@ class Parts:
         """True if layers are priced on some mesh, here or on nodes of another kind."""
         return bool(self.ledgers) or any(there.ledgers for there in self.on_other_nodes.values())
 
+    @memo
     def costs(self, shape: tuple[int, ...], num_replicas: int) -> LayerCosts:
         """The costs of layers on a mesh of a replica's devices, with a number of replicas."""
-        key = shape, num_replicas
-        if key not in self.layer_costs:
-            self.layer_costs[key] = self.ledger(shape).costs(num_replicas)
-        return self.layer_costs[key]
+        return self.ledger(shape).costs(num_replicas)
 
     def solution(self, shape: tuple[int, ...]) -> IntraOp:
         """The strategies of a replica's devices on a mesh."""
@@ -218,14 +197,10 @@ class Parts:
         device_s = min(ledger.microbatch_s * prod(shape) for shape, ledger in ledgers)
         return self.count * device_s / cluster.num_devices
 
+    @memo
     def choices(self, shape: tuple[int, ...]) -> "tuple[RematChoice, ...]":
         """Choices of recomputation: ops that are faster recomputed, ops that save most bytes for their time, and all ops
         that save any."""
-        if shape not in self.remat_choices:
-            self.remat_choices[shape] = self._choices(shape)
-        return self.remat_choices[shape]
-
-    def _choices(self, shape: tuple[int, ...]) -> "tuple[RematChoice, ...]":
         intra_op = self.solution(shape)
         fusion = self.step_problem.live_ranges.fusion
         parts = residuals(intra_op.on_mesh.memory.costed, fusion, intra_op.labels)

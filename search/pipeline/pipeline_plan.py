@@ -24,24 +24,22 @@ from autoshard.search.pipeline.stage_memory import StageMemory
 from autoshard.search.pipeline.stage_sharding import stage_sharding
 from autoshard.search.pipeline.task_memory import ProgramKernels
 from autoshard.search.plan.executors import MPMD
-from autoshard.search.plan.plan import Collective, Estimates, Plan, Stage, StageEstimates
+from autoshard.search.plan.plan import Collective, Estimates, Plan, PlanOnStep, Stage, StageEstimates
 from autoshard.search.plan.schedule import Schedule
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
-    """A plan on its step.
+class Pipeline(PlanOnStep):
+    """A plan on its step, as a program per stage.
 
     Attributes:
-      plan: the plan.
       programs: the programs of all stages.
       schedule: the order of their tasks.
       shardings: per stage, the specs of its values.
       devices: the devices of each stage.
     """
 
-    plan: Plan
     programs: StagePrograms
     schedule: Schedule
     shardings: tuple[StageSharding, ...]

@@ -169,8 +169,7 @@ class PipelineStep:
 
     def _made_of(self, *roles: Role) -> frozenset[int]:
         """The arguments of some roles, and values that the prologue makes of them."""
-        arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
-        found = {v for v, argument in arguments if argument.role in roles}
+        found = {v for v, argument in self.step.inputs if argument.role in roles}
         for op in self.prologue:
             if not found.isdisjoint(op.operands):
                 found.update(op.outputs)
@@ -278,7 +277,7 @@ class _Opening:
 
     def _adding(self) -> dict[int, Op]:
         """By sum of the loop, the op of the body that adds to it."""
-        maker = {v: op for op in self.inner.ops for v in op.outputs}
+        maker = self.inner.maker
         begins = self.inner.inputs[self.num_consts : self.num_consts + self.num_carry]
         carried = zip(self.loop.outputs, self.inner.outputs, begins, strict=False)
         found = {outer: (maker.get(made), begin) for outer, made, begin in carried if isinstance(made, int)}
@@ -304,7 +303,7 @@ class _Opening:
     def _body(self, index: int, ops: Sequence[Op]) -> Written:
         """The ops that run for each microbatch."""
         body = Written((*self.once.values, *self.inner.values), SCOPE)
-        makers = {v: op for op in self.graph.ops for v in op.outputs}
+        makers = self.graph.maker
         num_whole = self.num_consts + self.num_carry
         for examples, inner in zip(self.loop.inputs[num_whole:], self.inner.inputs[num_whole:], strict=True):
             assert isinstance(examples, int), "examples are dealt out before the loop"

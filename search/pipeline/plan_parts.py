@@ -17,7 +17,6 @@ from autoshard.search.pipeline.proposals import Placed
 from autoshard.search.pipeline.schedules.registry import build_schedule
 from autoshard.search.pipeline.split_loops import num_positions
 from autoshard.search.pipeline.stage_decisions import recomputed_sites
-from autoshard.search.pipeline.stage_pins import marks_of as marks_of_pins
 from autoshard.search.plan.decisions import apart, hosted
 from autoshard.search.plan.plan import Plan, Sharding
 from autoshard.search.plan.recognition import check_is_for
@@ -68,15 +67,14 @@ def _parts(step: Step, plan: Plan, first: Cluster, place: str) -> Parts:
         raise PlanError(f"{place}: wanted as many replicas of each stage, got {sorted(num_replicas)}")
     count = plan.microbatches * plan.num_replicas
     pins = {n: read_partition_spec(s) for n, s in plan.options.get("pin", {}).items()}
-    marks = marks_of_pins(step, pins)
-    sites = recomputed_sites(step, plan, count, marks, place)
+    sites = recomputed_sites(step, plan, count, pins, place)
     borders = [stage.first_op for stage in plan.stages]
     _check_borders(PipelineStep.of(step, count), borders, place)
     decided = tuple(zip(*(apart(step, sharding) for sharding in plan.shardings), strict=True))
     on_host = [hosted(step, sharding, place) for sharding in plan.shardings]
     if len({*on_host}) != 1:
         raise PlanError(f"{place}: all of its shardings must rest the same arguments on the host")
-    return Parts.of(step, marks, first, count, sites, borders, pins=pins, decided=decided, hosted=on_host[0])
+    return Parts.of(step, first, count, sites, borders, pins=pins, decided=decided, hosted=on_host[0])
 
 
 def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> None:

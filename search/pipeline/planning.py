@@ -21,7 +21,6 @@ from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import Stages
 from autoshard.search.pipeline.schedules.registry import FAMILIES
 from autoshard.search.pipeline.search import PipelineSearch
-from autoshard.search.pipeline.stage_pins import marks_of as marks_of_pins
 from autoshard.search.plan.plan import Plan
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.search.tightening import Round, tightened
@@ -42,14 +41,6 @@ def find(
 ) -> Pipeline:
     """Searches for the fastest pipeline that fits.
 
-    Args:
-      step: the traced step.
-      cluster: the cluster that it will run on.
-      options: the options of the search.
-      progress: called with one line per stage of the work.
-      cutoff_s: seconds of the plan to beat.
-      prepared: as for `PipelineSearch`.
-
     Raises:
       InputError: there are more stages than layers, the devices or the batch do not divide, or no schedule has this name.
       NotSplittableError: the step has no microbatches; the message says why.
@@ -61,10 +52,7 @@ def find(
     def propose(limit_bytes: float, _: object) -> Round[Pipeline] | None:
         try:
             lower = replace(options, memory_share=limit_bytes / options.memory_bytes)
-            search = PipelineSearch(
-                step, marks_of_pins(step, options.pins), cluster, lower, progress, prepared
-            )
-            found = search.run(cutoff_s)
+            found = PipelineSearch(step, cluster, lower, progress, prepared).run(cutoff_s)
             watch.lap("search")
         except InfeasibleError as e:
             refused.append(e)
@@ -77,8 +65,7 @@ def find(
     smallest_bytes, usable_bytes = inf, options.memory_share * options.memory_bytes
     for latest in tightened(propose, usable_bytes, MAX_ROUNDS):
         if latest.needed_bytes <= usable_bytes:
-            plan = replace(latest.proposal.plan, cluster=cluster.to_json(), search_s=watch.seconds)
-            return replace(latest.proposal, plan=plan)
+            return latest.proposal.with_plan(cluster=cluster.to_json(), search_s=watch.seconds)
         smallest_bytes = min(smallest_bytes, latest.needed_bytes)
     if smallest_bytes == inf:
         raise refused[0]
@@ -108,7 +95,7 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> Pipeline:
     copies, run_as = FAMILIES[schedule.name].copies, [parts] * len(placed)
     found = Stages(run_as, cluster, plan.num_replicas, placed, copies)
     again = planned(step, found.proposal(schedule), plan.memory_bytes)
-    return replace(again, plan=replace(again.plan, cluster=plan.cluster))
+    return again.with_plan(cluster=plan.cluster)
 
 
 def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple[str, ...]:

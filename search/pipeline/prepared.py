@@ -1,15 +1,13 @@
 """Values that all searches for pipelines of one step share: the step in parts, its bounds, and the time limit."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.search.ir.graph import Step
-from autoshard.search.pipeline.bounds import PipelineBounds
-from autoshard.search.pipeline.intra_op import NO_PINS
+from autoshard.search.pipeline.bounds import PipelineBounds, Pipelines
 from autoshard.search.pipeline.parts import Parts
+from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.solver.clock import Deadline, SearchClock, WorkClock
 
 
@@ -37,26 +35,15 @@ class Prepared:
         """The clock that counts the work."""
         return self.deadline.clock
 
-    def in_parts(
-        self,
-        count: int,
-        step: Step,
-        marks: Sequence[str],
-        cluster: Cluster,
-        most_layers: int,
-        pins: Mapping[str, Any] = NO_PINS,
-        hosted: frozenset[int] = frozenset(),
-    ) -> Parts:
-        """The step in a number of parts; the arguments are those of `Parts.of`."""
+    def in_parts(self, count: int, step: Step, cluster: Cluster, options: PipelineOptions) -> Parts:
+        """The step in a number of parts, on nodes of one kind."""
         if count not in self.parts:
+            most_layers, pins, hosted = options.most_layers, options.pins, options.hosted
             self.parts[count] = Parts.of(
-                step,
-                marks,
-                cluster,
-                count,
-                clock=self.clock,
-                most_layers=most_layers,
-                pins=pins,
-                hosted=hosted,
+                step, cluster, count, clock=self.clock, most_layers=most_layers, pins=pins, hosted=hosted
             )
         return self.parts[count]
+
+    def least_s(self, family: Pipelines, num_stages: int | None) -> float:
+        """Seconds of a step of pipelines with equal stages, at least; 0 until the work of the step is known."""
+        return 0.0 if self.bounds is None else self.bounds.least_s(family, num_stages)

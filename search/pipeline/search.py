@@ -71,14 +71,12 @@ class PipelineSearch:
     def __init__(
         self,
         step: Step,
-        marks: Sequence[str],
         cluster: AnyCluster,
         options: PipelineOptions,
         progress: Callable[[str], None] = lambda line: None,
         prepared: Prepared | None = None,
     ) -> None:
-        self.step, self.marks, self.cluster = step, marks, cluster
-        self.options, self.progress = options, progress
+        self.step, self.cluster, self.options, self.progress = step, cluster, options, progress
         self.meshes = StageMeshes(step, cluster, options)
         check_axes(options.pins)
         self.prepared = prepared or Prepared.within()
@@ -169,10 +167,8 @@ class PipelineSearch:
                 yield self._bounded_s(count, num_replicas, shape, name), num_replicas, shape, name
 
     def _bounded_s(self, count: int, num_replicas: int, shape: tuple[int, ...], name: str) -> float:
-        if self.prepared.bounds is None:
-            return 0.0
         family = Pipelines(name, count // num_replicas, num_replicas, shape)
-        return self.prepared.bounds.least_s(family, self.options.stages)
+        return self.prepared.least_s(family, self.options.stages)
 
     @property
     def _names(self) -> Sequence[str]:
@@ -181,10 +177,7 @@ class PipelineSearch:
     def _in_parts(self, count: int) -> None:
         """Looks for better pipelines of the step in so many parts."""
         self.progress(f"the step in {count} parts")
-        options, first = self.options, self.cluster.groups[0]
-        parts = self.prepared.in_parts(
-            count, self.step, self.marks, first, options.most_layers, options.pins, options.hosted
-        )
+        parts = self.prepared.in_parts(count, self.step, self.cluster.groups[0], self.options)
         self._check_layers(parts)
         self._take_work_from(parts)
         left = self._improvable([parts], sorted(self._worth_a_look(parts), key=PipelineKind.rank))

@@ -119,10 +119,6 @@ class Simulation:
 def simulate(schedule: Schedule, stages: Sequence[StageCost]) -> Simulation:
     """Simulates a schedule.
 
-    Args:
-      schedule: the order of tasks.
-      stages: the costs of each stage.
-
     Raises:
       PlanError: tasks wait for one another in a circle.
     """

@@ -117,7 +117,7 @@ class _Splitting:
         """The iterations at which a backward loop is cut, if it reads stacks that are made in parts."""
         if op.name != "scan" or not op.params["reverse"]:
             return None
-        stacks = op.inputs[sum(op.loop_counts) :]
+        stacks = op.sliced
         return next((self.parts[v][1] for v in stacks if isinstance(v, int) and v in self.parts), None)
 
     def _split(self, op: Op, bounds: IterationBounds) -> None:

@@ -79,7 +79,7 @@ def layer_loops(step: PipelineStep, num_stages: int) -> tuple[Op, ...]:
                 f"the loop over layers {op.where} hands a random key from layer to layer, which cannot be sent from stage "
                 "to stage in one program. Split the key for all layers beforehand, or leave out executor="
             )
-    stacks = {v for op in forward for v in op.outputs[op.loop_counts[1] :]}
+    stacks = {v for op in forward for v in op.stacked}
     backward = [op for op in step.body if _is_backward(op, lengths, stacks)]
     return tuple(op for op in step.body if op in forward or op in backward)
 
@@ -90,7 +90,7 @@ def _is_backward(op: Op, lengths: set[int], stacks: set[int]) -> bool:
         op.name == "scan"
         and op.params["reverse"]
         and int(op.params["length"]) in lengths
-        and not stacks.isdisjoint(a for a in op.inputs[sum(op.loop_counts) :] if isinstance(a, int))
+        and not stacks.isdisjoint(a for a in op.sliced if isinstance(a, int))
     )
 
 
@@ -126,7 +126,6 @@ class _SpmdWriter:
         made = [v for op in step.prologue for v in op.outputs if v in exported]
         prologue = self._graph(step.prologue, step.step.graph.inputs, made)
         epilogue = self._graph(step.epilogue, epilogue_reads, step.step.graph.outputs)
-        arguments = zip(self.traced.graph.inputs, self.traced.arguments, strict=True)
         return SpmdStep(
             self.traced,
             num_workers,
@@ -140,7 +139,11 @@ class _SpmdWriter:
             self.examples,
             step.of_microbatch,
             {v: step.pieces[v] for v in epilogue_reads if v in step.pieces},
-            frozenset(v for v, argument in arguments if argument.role is Role.BATCH and step.values[v].shape),
+            frozenset(
+                v
+                for v, argument in self.traced.inputs
+                if argument.role is Role.BATCH and step.values[v].shape
+            ),
             layered(step, self.loops, self.sum_of),
         )
 
@@ -183,7 +186,7 @@ class _SpmdWriter:
             return [], self._duplicated(part.inputs[: sum(part.loop_counts)])
         ops = [op for op, level in self.level.items() if level == part and op not in self.loops]
         behind = [op for op in self.loops if self.level[op] == part + 1]
-        return ops, [v for op in behind for v in self._duplicated(op.inputs[sum(op.loop_counts) :])]
+        return ops, [v for op in behind for v in self._duplicated(op.sliced)]
 
     def _duplicated(self, atoms: Iterable[Atom]) -> list[int]:
         values = dict.fromkeys(v for v in atoms if isinstance(v, int))
@@ -233,7 +236,7 @@ def _examples(step: PipelineStep) -> dict[int, int]:
 
 def _only_added(step: PipelineStep, loops: Sequence[Op]) -> dict[int, int]:
     """By term that is a loop's stack in another dtype: that stack, if neither has another reader."""
-    stacks = {v for op in loops for v in op.outputs[op.loop_counts[1] :]}
+    stacks = {v for op in loops for v in op.stacked}
     readers = Counter(v for op in step.ops for v in op.operands)
     handed_on = Counter((*step.terms.values(), *(v for v, _ in step.pieces.values())))
     found: dict[int, int] = {}
@@ -248,8 +251,8 @@ def _only_added(step: PipelineStep, loops: Sequence[Op]) -> dict[int, int]:
 def layered(step: PipelineStep, loops: Sequence[Op], sum_of: Mapping[int, int]) -> frozenset[int]:
     """The values outside of loops whose first dimension is that of layers: stacks that loops slice or make, their sums,
     and values that are computed with these element by element, such as moments."""
-    found = {a for op in loops for a in op.inputs[sum(op.loop_counts) :] if isinstance(a, int)}
-    found |= {v for op in loops for v in op.outputs[op.loop_counts[1] :]}
+    found = {a for op in loops for a in op.sliced if isinstance(a, int)}
+    found |= {v for op in loops for v in op.stacked}
     found |= {total for term, total in sum_of.items() if term in found}
     outside = (*step.prologue, *step.epilogue)
     while True:

@@ -28,8 +28,8 @@ from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.part_kernels import PartKernels, Runs, length_of
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.plan.collective_totals import EqualCollectives, added_up
-from autoshard.search.plan.spmd_resting import is_shared_out, mesh_shape, num_microbatches, resting_spec
-from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
+from autoshard.search.plan.spmd_resting import SpmdResting
+from autoshard.search.plan.spmd_step import LayerLoop, Segment
 from autoshard.search.plan.values import REPLICA, STAGE, Collective
 from autoshard.search.problem.costs import COMBINED_BYTES
 
@@ -68,19 +68,15 @@ class Message:
 
 
 @dataclass(frozen=True, eq=False)
-class SpmdCosts:
+class SpmdCosts(SpmdResting):
     """The costs of a pipeline that runs as one program.
 
     Attributes:
-      program: the program.
-      sharding: the specs of its values on a replica's devices.
-      intra_op: the solution that decides these.
+      intra_op: the solution that decides the specs of values on a replica's devices.
       step: the step in parts from which the program was written.
       cluster: the devices.
     """
 
-    program: SpmdStep
-    sharding: SpmdSharding
     intra_op: IntraOp
     step: PipelineStep
     cluster: Cluster
@@ -92,7 +88,7 @@ class SpmdCosts:
         return sum(
             (
                 self._kernel_s(loop) / self.program.num_parts + sum(m.seconds for m in self._sent(loop))
-                for loop in self.loops
+                for loop in self.program.loops
                 if bool(loop.op.params["reverse"]) == is_backward
             ),
             0.0,
@@ -148,7 +144,7 @@ class SpmdCosts:
     def _messages(self) -> Iterator[Message]:
         yield from self._inside()
         yield from self._entering()
-        for loop in self.loops:
+        for loop in self.program.loops:
             yield from self._sent(loop)
         yield from self._into_and_out_of_loops()
         yield from self._once_messages()
@@ -194,7 +190,7 @@ class SpmdCosts:
 
     def _sent(self, loop: LayerLoop) -> Iterator[Message]:
         """The carry's transfers from stage to stage, in each tick."""
-        for v in loop.op.outputs[: loop.op.loop_counts[1]]:
+        for v in loop.op.carried:
             yield from self._message("collective-permute", (STAGE_AXIS,), self.bytes_of(v), self.num_ticks)
 
     def _into_and_out_of_loops(self) -> Iterator[Message]:
@@ -207,7 +203,7 @@ class SpmdCosts:
             gathered |= {*entering}
             for v in entering if self.is_shared_out else ():
                 yield from self._across_stages("all-gather", v, self.num_own)
-            carried = part.op.outputs[: part.op.loop_counts[1]]
+            carried = part.op.carried
             leaving = [v for v in carried if v in part.exported or v in part.sums]
             made |= {*leaving}
             for v in leaving:
@@ -230,7 +226,7 @@ class SpmdCosts:
         examples between replicas; under `circular`, the exchange of layers between stages."""
         everyone = (STAGE_AXIS, REPLICA_AXIS) if self.is_shared_out else (REPLICA_AXIS,)
         of_layers = [
-            total for loop in self.loops for v, total in loop.sums.items() if self._is_stack(loop, v)
+            total for loop in self.program.loops for v, total in loop.sums.items() if self._is_stack(loop, v)
         ]
         others = [
             total for part in self.program.parts for total in part.sums.values() if total not in of_layers
@@ -241,13 +237,13 @@ class SpmdCosts:
         for v in others:
             yield from self._message("all-reduce", everyone, self.bytes_of(v))
         for v in sorted(self.program.batch):
-            resting = resting_spec(self.program, self.sharding, v)
+            resting = self.resting_spec(v)
             if resting[REPLICA_AXIS] >= 0:  # each replica takes every so many-th example
                 num_bytes = self.program.values[v].num_bytes / num_shards(resting, self._mesh.shape)
                 yield from self._message("all-to-all", (REPLICA_AXIS,), num_bytes)
         if self.program.stages_per_worker > 1:
-            for v in (*self.read_layers, *of_layers):
-                is_split = resting_spec(self.program, self.sharding, v)[STAGE_AXIS] >= 0
+            for v in (*self.program.read_layers, *of_layers):
+                is_split = self.resting_spec(v)[STAGE_AXIS] >= 0
                 kind, whole = ("all-to-all", stages) if is_split else ("all-gather", 1)
                 if is_split or v in of_layers:
                     yield from self._message(kind, (STAGE_AXIS,), self.bytes_of(v) / whole)
@@ -264,19 +260,9 @@ class SpmdCosts:
 
     @cached_property
     def _mesh(self) -> MeshModel:
-        return MeshModel(self.cluster, mesh_shape(self.program, self.sharding))
+        return MeshModel(self.cluster, self.mesh_shape)
 
     # --- numbers and values
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of each replica."""
-        return num_microbatches(self.program, self.sharding)
-
-    @property
-    def is_shared_out(self) -> bool:
-        """True if stages share microbatches between loops over layers."""
-        return is_shared_out(self.program, self.sharding)
 
     @property
     def num_own(self) -> int:
@@ -288,22 +274,9 @@ class SpmdCosts:
         """Ticks of a loop."""
         return self.program.stages_per_worker * self.num_microbatches + self.program.num_workers - 1
 
-    @cached_property
-    def loops(self) -> tuple[LayerLoop, ...]:
-        """The loops over layers, in program order."""
-        return tuple(part for part in self.program.parts if isinstance(part, LayerLoop))
-
-    @cached_property
-    def read_layers(self) -> tuple[int, ...]:
-        """The stacks that loops slice by layer and that are equal for all parts of the batch."""
-        xs = (
-            a for loop in self.loops for a in loop.op.inputs[sum(loop.op.loop_counts) :] if isinstance(a, int)
-        )
-        return tuple(v for v in dict.fromkeys(xs) if v not in self.program.of_microbatch)
-
     @staticmethod
     def _is_stack(loop: LayerLoop, v: int) -> bool:
-        return v in loop.op.outputs[loop.op.loop_counts[1] :]
+        return v in loop.op.stacked
 
     @property
     def _once(self) -> tuple[Graph, Graph]:

@@ -12,7 +12,6 @@ from functools import cached_property
 
 from autoshard.search.ir.spec import num_shards
 from autoshard.search.pipeline.spmd_costs import REPLICA_AXIS, Part, SpmdCosts
-from autoshard.search.plan.spmd_resting import mesh_shape, resting_spec
 from autoshard.search.plan.spmd_step import LayerLoop, Segment
 
 
@@ -48,7 +47,7 @@ class SpmdMemory:
     @cached_property
     def residual_bytes(self) -> float:
         """The residuals of a microbatch in one stage, from its forward to its backward pass."""
-        stacks = {v for loop in self.costs.loops for v in self._stacks(loop)}
+        stacks = {v for loop in self.costs.program.loops for v in self._stacks(loop)}
         return sum(self._of_stage(v) for v in sorted(stacks)) / self.costs.program.stages_per_worker
 
     @cached_property
@@ -71,7 +70,7 @@ class SpmdMemory:
         received; 0 for other parts."""
         if not isinstance(part, LayerLoop):
             return 0.0
-        carried = part.op.outputs[: part.op.loop_counts[1]]
+        carried = part.op.carried
         return (self.costs.num_microbatches + 2) * sum(self.costs.bytes_of(v) for v in carried)
 
     @cached_property
@@ -101,12 +100,12 @@ class SpmdMemory:
             if v in examples:
                 yield (
                     by_value[v],
-                    program.values[v].num_bytes / mesh_shape(program, costs.sharding)[REPLICA_AXIS],
+                    program.values[v].num_bytes / costs.mesh_shape[REPLICA_AXIS],
                 )
             else:
                 yield v, self._of_stage(v) if v in program.layered else costs.bytes_of(v)
         copied = {v for v in costs.sharding.entering if v not in examples}
-        copied |= {*costs.read_layers} if program.stages_per_worker > 1 else set[int]()
+        copied |= {*program.read_layers} if program.stages_per_worker > 1 else set[int]()
         for v in sorted(copied):
             yield v, costs.entry_bytes_of(v) / (program.num_workers if v in program.layered else 1)
 
@@ -116,7 +115,7 @@ class SpmdMemory:
         if isinstance(part, Segment):
             yield from ((v, num_own * self.costs.bytes_of(v)) for v in part.makes if v in part.exported)
         elif isinstance(part, LayerLoop):
-            carried = part.op.outputs[: part.op.loop_counts[1]]
+            carried = part.op.carried
             yield from ((v, num_own * self.costs.bytes_of(v)) for v in carried if v in part.exported)
             slots = self.costs.program.stages_per_worker * self.costs.num_microbatches + 1
             yield from ((v, slots * self._of_pass(v)) for v in self._stacks(part))
@@ -125,7 +124,7 @@ class SpmdMemory:
         """The bytes of the sums that a part adds to, which lie there until the update."""
         if isinstance(part, Segment | LayerLoop):
             for v, total in part.sums.items():
-                is_stack = isinstance(part, LayerLoop) and v in part.op.outputs[part.op.loop_counts[1] :]
+                is_stack = isinstance(part, LayerLoop) and v in part.op.stacked
                 yield self._of_stage(total) if is_stack else self.costs.bytes_of(total)
 
     def _gathered(self, read: dict[int, list[int]]) -> Iterator[tuple[int, int, float]]:
@@ -134,7 +133,7 @@ class SpmdMemory:
             return
         loops = {n for n, part in enumerate(self.costs.program.parts) if isinstance(part, LayerLoop)}
         made = {v for part in self.costs.program.parts if isinstance(part, Segment) for v in part.makes}
-        made |= {v for loop in self.costs.loops for v in loop.op.outputs[: loop.op.loop_counts[1]]}
+        made |= {v for loop in self.costs.program.loops for v in loop.op.carried}
         for v in sorted(made & read.keys()):
             if at := [n for n in read[v] if n in loops]:
                 yield min(at), max(at), self.costs.num_microbatches * self.costs.bytes_of(v)
@@ -158,9 +157,8 @@ class SpmdMemory:
     # --- of values
 
     def _resting(self, v: int) -> float:
-        program, sharding = self.costs.program, self.costs.sharding
-        parts = num_shards(resting_spec(program, sharding, v), mesh_shape(program, sharding))
-        return program.values[v].num_bytes / parts
+        parts = num_shards(self.costs.resting_spec(v), self.costs.mesh_shape)
+        return self.costs.program.values[v].num_bytes / parts
 
     def _of_stage(self, v: int) -> float:
         """The bytes of a stack of layers in one group of devices."""
@@ -171,4 +169,4 @@ class SpmdMemory:
 
     def _stacks(self, loop: LayerLoop) -> Iterable[int]:
         """The stacks of a loop that other parts read."""
-        return [v for v in loop.op.outputs[loop.op.loop_counts[1] :] if v in loop.exported]
+        return [v for v in loop.op.stacked if v in loop.exported]

@@ -12,7 +12,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Step
-from autoshard.search.pipeline.intra_op import decided, replica_choices
+from autoshard.search.pipeline.intra_op import NO_PINS, decided, replica_choices
 from autoshard.search.pipeline.parts import Parts
 from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.prepared import Prepared
@@ -20,23 +20,21 @@ from autoshard.search.pipeline.spmd_search import SpmdCandidate, SpmdParts, Spmd
 from autoshard.search.pipeline.stage_decisions import recomputed_sites, written_down
 from autoshard.search.plan.decisions import apart
 from autoshard.search.plan.executors import SPMD
-from autoshard.search.plan.plan import Estimates, Plan, Stage, StageEstimates
+from autoshard.search.plan.plan import Estimates, Plan, PlanOnStep, Stage, StageEstimates
 from autoshard.search.plan.recognition import check_is_for
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, eq=False)
-class SpmdPipeline:
-    """A plan on its step.
+class SpmdPipeline(PlanOnStep):
+    """A plan on its step, as one program for all stages.
 
     Attributes:
-      plan: the plan.
       program: the program of all stages.
       sharding: the specs of its values on a replica's devices.
     """
 
-    plan: Plan
     program: SpmdStep
     sharding: SpmdSharding
 
@@ -52,14 +50,6 @@ def find(
 ) -> SpmdPipeline:
     """Searches for the fastest pipeline that runs as one program and fits.
 
-    Args:
-      step: the traced step.
-      cluster: the cluster that it will run on.
-      options: the options of the search.
-      progress: called with one line per stage of the work.
-      cutoff_s: seconds of the plan to beat.
-      prepared: as for `SpmdSearch`.
-
     Raises:
       InputError: the step has no loop over layers; its layers, the devices or the batch do not divide; or one program
         cannot run the schedule.
@@ -74,7 +64,7 @@ def find(
     watch.lap("search")
     pipeline = _pipeline(step, found, options.memory_bytes)
     watch.lap("plan")
-    return replace(pipeline, plan=replace(pipeline.plan, search_s=watch.seconds))
+    return pipeline.with_plan(search_s=watch.seconds)
 
 
 def apply(step: Step, plan: Plan, place: str = "the plan") -> SpmdPipeline:
@@ -91,8 +81,7 @@ def apply(step: Step, plan: Plan, place: str = "the plan") -> SpmdPipeline:
         found = SpmdParts(step, parts).proposal(candidate)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
-    again = _pipeline(step, found, plan.memory_bytes)
-    return replace(again, plan=replace(again.plan, cluster=plan.cluster))
+    return _pipeline(step, found, plan.memory_bytes).with_plan(cluster=plan.cluster)
 
 
 def choices(step: Step, plan: Plan, name: str, place: str = "the plan") -> tuple[str, ...]:
@@ -122,9 +111,8 @@ def _read(step: Step, plan: Plan, place: str) -> tuple[SpmdCandidate, Parts]:
     )
     try:
         candidate.check(step, cluster)
-        marks, decided = [""] * len(step.arguments), apart(step, sharding)
-        sites = recomputed_sites(step, plan, candidate.count, marks, place)
-        return candidate, Parts.of(step, marks, cluster, candidate.count, sites, decided=decided)
+        sites = recomputed_sites(step, plan, candidate.count, NO_PINS, place)
+        return candidate, Parts.of(step, cluster, candidate.count, sites, decided=apart(step, sharding))
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
 

@@ -8,12 +8,13 @@ recompute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.memo import memo
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.ir.graph import Step
 from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
@@ -23,8 +24,7 @@ from autoshard.search.pipeline.parts import Parts
 from autoshard.search.pipeline.pipeline_options import PipelineOptions
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers
-from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
+from autoshard.search.pipeline.schedules.registry import FAMILIES, check_numbers
 from autoshard.search.pipeline.spmd import check_has_loops, layer_loops, written
 from autoshard.search.pipeline.spmd_costs import SpmdCosts
 from autoshard.search.pipeline.spmd_memory import SpmdMemory
@@ -109,16 +109,6 @@ class SpmdProposal:
     sharding: SpmdSharding
     costs: SpmdCosts
 
-    @cached_property
-    def simulation(self) -> Simulation:
-        """The simulation of its ticks."""
-        candidate = self.candidate
-        schedule = build_schedule(
-            candidate.schedule, candidate.stages, candidate.microbatches, candidate.workers
-        )
-        cost = StageCost(self.costs.pass_s(is_backward=False), self.costs.pass_s(is_backward=True))
-        return simulate(schedule, [cost] * candidate.stages)
-
     @property
     def ticks_s(self) -> float:
         """Seconds in loops over layers."""
@@ -152,9 +142,6 @@ class SpmdParts:
 
     traced: Step
     parts: Parts
-    _shardings: dict[tuple[int, ...], SpmdSharding] = field(
-        default_factory=dict[tuple[int, ...], SpmdSharding], init=False, repr=False
-    )
 
     def proposal(self, candidate: SpmdCandidate) -> SpmdProposal:
         """Prices a candidate.
@@ -169,15 +156,11 @@ class SpmdParts:
         costs = SpmdCosts(program, sharding, intra_op, self._step, self.parts.cluster)
         return SpmdProposal(self.parts, candidate, intra_op, program, sharding, costs)
 
+    @memo
     def _sharding(self, shape: tuple[int, ...]) -> SpmdSharding:
-        if shape not in self._shardings:
-            is_shared = prod(shape) > 1
-            self._shardings[shape] = (
-                spmd_sharding(self.parts.solution(shape), self._step, self._program, 1)
-                if is_shared
-                else SpmdSharding(1)
-            )
-        return self._shardings[shape]
+        if prod(shape) == 1:
+            return SpmdSharding(1)
+        return spmd_sharding(self.parts.solution(shape), self._step, self._program, 1)
 
     @cached_property
     def _step(self) -> PipelineStep:
@@ -261,23 +244,14 @@ class SpmdSearch:
         each = ((one.count, prod(one.shape)) for one in self._all() if self._may_hold(one.num_replicas))
         return 0.0 if bounds is None else min((bounds.work_s(*one) for one in each), default=inf)
 
-    def _least_s(self, candidate: SpmdCandidate) -> float:
+    def _least_s(self, one: SpmdCandidate) -> float:
         """Lower bound on the seconds of a step."""
-        if self.prepared.bounds is None:
-            return 0.0
-        family = Pipelines(
-            candidate.schedule,
-            candidate.microbatches,
-            candidate.num_replicas,
-            candidate.shape,
-            is_one_program=True,
-        )
-        return self.prepared.bounds.least_s(family, candidate.stages)
+        family = Pipelines(one.schedule, one.microbatches, one.num_replicas, one.shape, is_one_program=True)
+        return self.prepared.least_s(family, one.stages)
 
     def _in_parts(self, count: int, candidates: Sequence[SpmdCandidate]) -> None:
         self.progress(f"the step in {count} parts, as one program")
-        marks, most_layers = [""] * len(self.step.arguments), self.options.most_layers
-        parts = self.prepared.in_parts(count, self.step, marks, self.cluster, most_layers)
+        parts = self.prepared.in_parts(count, self.step, self.cluster, self.options)
         if self._has_fit(parts, candidates) or self.options.remat == "never":
             return
         for choice in parts.choices(max(one.shape for one in candidates)):

@@ -23,14 +23,7 @@ from autoshard.search.problem.reshard import SLICE
 def spmd_sharding(
     intra_op: IntraOp, step: PipelineStep, program: SpmdStep, num_replicas: int
 ) -> SpmdSharding:
-    """The specs of values on a replica's devices, which share the work by a solution.
-
-    Args:
-      intra_op: the solution for the step that `step` takes apart.
-      step: the step in parts.
-      program: the program written from it.
-      num_replicas: replicas of each stage.
-    """
+    """The specs of values on a replica's devices, which share the work by a solution."""
     specs = {v: _spec_of(intra_op, step, program, v) for v in sorted(set(_values(program)))}
     specs |= {new: specs[old] for new, old in _replaced(program) if new in specs}
     of_ops = OpShardings.of(intra_op, step)
@@ -65,7 +58,7 @@ def _stacked_in_parts(
                     read.setdefault(v, set()).add(path[-1].after if is_sliced else None)
     for part in program.parts:
         if isinstance(part, LayerLoop):
-            for v in part.op.outputs[part.op.loop_counts[1] :]:
+            for v in part.op.stacked:
                 if v in part.exported and len(specs := read.get(v, set())) == 1 and (spec := specs.pop()):
                     yield v, spec
 

@@ -22,12 +22,7 @@ from autoshard.search.pipeline.stages import StageAssignment, is_barrier
 
 
 def barriers_within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
-    """The step whose barriers in the backward phase pass on no value of another stage.
-
-    Args:
-      step: the step in parts.
-      assigned: its stages.
-    """
+    """The step whose barriers in the backward phase pass on no value of another stage."""
     made_as: dict[int, int] = {}
     body: list[Op] = []
     for op in step.body:

@@ -22,14 +22,7 @@ from autoshard.search.problem.costs import COMBINED_BYTES
 def stage_collectives(
     stage: int, kernels: ProgramKernels, memory: StageMemory, mesh: MeshModel
 ) -> tuple[Collective, ...]:
-    """All collectives of a stage in one step, by kind and axes.
-
-    Args:
-      stage: the stage.
-      kernels: the kernels of a replica's device, by program.
-      memory: the memory of the stages, which knows the specs of values.
-      mesh: the mesh of the stage: replicas, and the devices of each.
-    """
+    """All collectives of a stage in one step, by kind and axes."""
     programs = [program for program in kernels.programs.programs if program.stage == stage]
     inside = chain.from_iterable(map(kernels.collectives, programs))
     return added_up((*inside, *_between(stage, kernels.step.learned, memory, mesh)))

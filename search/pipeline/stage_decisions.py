@@ -1,6 +1,6 @@
 """The part of a pipeline's plan that no executor changes: its step, its recomputation, and how replicas share the work."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.memory.microbatches import looped
 from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.options import pin_marks
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.measured_shares import measured_shares
@@ -26,7 +27,6 @@ def written_down(
     """A pipeline's decisions as a plan.
 
     Args:
-      step: the traced step.
       problem: the problem of the step in parts.
       solutions: the strategies of a replica's devices, for each of the plan's shardings.
       estimates: the predictions for it, shares left out.
@@ -50,20 +50,16 @@ def decided_sharding(solution: IntraOp) -> Sharding:
     return solution.on_mesh.codec.decisions(solution.labels).sharding
 
 
-def recomputed_sites(step: Step, plan: Plan, count: int, marks: Sequence[str], place: str) -> frozenset[Site]:
-    """The ops that a plan recomputes.
-
-    Args:
-      step: the traced step.
-      plan: the plan.
-      count: number of parts in which the step goes through its batch.
-      marks: as for `StepProblem.of`.
-      place: the plan's name, for messages.
+def recomputed_sites(
+    step: Step, plan: Plan, count: int, pins: Mapping[str, Any], place: str
+) -> frozenset[Site]:
+    """The ops that a plan recomputes, of the step in `count` parts.
 
     Raises:
       PlanError: a decision is impossible.
     """
     if not plan.retention:
         return frozenset()
-    sites, _ = RetentionCodec(fold(flatten(looped(step, count)), marks)).read(plan.retention, place)
+    folded = fold(flatten(looped(step, count)), pin_marks(step, pins))
+    sites, _ = RetentionCodec(folded).read(plan.retention, place)
     return sites

@@ -38,11 +38,7 @@ class StageMemory:
     shardings: Sequence[StageSharding]
 
     def task_peaks(self, temporary_bytes: Mapping[Job, float]) -> tuple[float, ...]:
-        """The peak of each worker's devices while tasks run.
-
-        Args:
-          temporary_bytes: the temporaries of each task.
-        """
+        """The peak of each worker's devices while tasks run."""
         held = [self._once_bytes(worker) for worker in range(self.schedule.num_workers)]
         highest = list(held)
         for worker, task in task_order(self.schedule):

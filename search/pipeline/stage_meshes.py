@@ -175,7 +175,7 @@ class StageMeshes:
 def state_bytes(step: Step, hosted: frozenset[int] = frozenset()) -> tuple[int, int]:
     """Bytes of the weights, and of the rest of the state, without arguments on the host."""
     sizes = {role: 0 for role in Role}
-    for n, (v, argument) in enumerate(zip(step.graph.inputs, step.arguments, strict=True)):
+    for n, (v, argument) in enumerate(step.inputs):
         if n not in hosted:
             sizes[argument.role] += step.graph.values[v].num_bytes
     weights = sizes.pop(Role.PARAMETER) + sizes.pop(Role.FROZEN)

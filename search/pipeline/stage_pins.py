@@ -20,12 +20,6 @@ MOST_AXES = 2
 """Largest number of axes of a replica's mesh. Source: `mesh=`, as it is documented."""
 
 
-def marks_of(step: Step, pins: Mapping[str, Any]) -> list[str]:
-    """Per argument, what keeps it from being decided with others like it. A plan repeats the pins of its search, so that
-    both fold the step alike."""
-    return [str(pins.get(argument.name, "")) for argument in step.arguments]
-
-
 def check_axes(pins: Mapping[str, Any]) -> None:
     """Refuses pins to axes that no stage's mesh has.
 
@@ -51,8 +45,7 @@ def shapes_for(pins: Mapping[str, Any], step: Step, num_devices: int) -> Iterato
 def may_rest(pins: Mapping[str, Any], step: Step, shape: Sequence[int]) -> bool:
     """True if a mesh has the axes of all pins and divides the pinned arguments."""
     names, sizes = AXIS_NAMES[len(shape)], tuple(shape)
-    arguments = zip(step.arguments, step.graph.inputs, strict=True)
-    shapes = {a.name: step.graph.values[v].shape for a, v in arguments}
+    shapes = {a.name: step.graph.values[v].shape for v, a in step.inputs}
     return named_axes(pins).keys() <= set(names) and all(
         len(spec) <= len(shapes[name]) and divides(from_partition_spec(spec, names), shapes[name], sizes)
         for name, spec in pins.items()

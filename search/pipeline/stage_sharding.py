@@ -154,6 +154,5 @@ class _StageSpecs:
     @cached_property
     def _held_whole(self) -> frozenset[int]:
         """Examples, of which each replica takes its own, and pinned arguments."""
-        step = self.programs.step
-        arguments = zip(step.graph.inputs, step.arguments, strict=True)
-        return frozenset(v for v, a in arguments if a.role is Role.BATCH or a.name in self.pinned)
+        inputs = self.programs.step.inputs
+        return frozenset(v for v, a in inputs if a.role is Role.BATCH or a.name in self.pinned)

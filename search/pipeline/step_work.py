@@ -27,7 +27,7 @@ with later ones of the same graph, so that outside of loops it is not certain th
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
@@ -46,6 +46,7 @@ from autoshard.cost_model.compute import (
     pass_s_per_byte,
     product_s,
 )
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.factors.contraction import RULES as PRODUCTS
 from autoshard.search.ir.graph import Phase, Role
 from autoshard.search.memory.microbatches import batch_divisors
@@ -135,9 +136,6 @@ class StepWork:
     device: Device
     runs: Mapping[StepKernel, float]
     recompute_s: float = 0.0
-    _bounds: dict[tuple[int, int], tuple[PassTimes, float]] = field(
-        default_factory=dict[tuple[int, int], tuple[PassTimes, float]], init=False, repr=False
-    )
 
     @classmethod
     def of(cls, on_mesh: MeshProblem, recompute_s: float = 0.0) -> "StepWork":
@@ -176,18 +174,16 @@ class StepWork:
         """Seconds of the longest kernel of the forward pass on a part of the data, at least: a stage has all of it."""
         return self._bounds_of(count, size)[1]
 
+    @memo
     def _bounds_of(self, count: int, size: int) -> tuple[PassTimes, float]:
         """`passes` and `longest_s`, which are asked for each schedule."""
-        if (count, size) not in self._bounds:
-            each_s = self.seconds(count, size)
-            seconds = count * size * self._times * each_s
-            found = PassTimes(
-                *(float(seconds[self._ends_in == part].sum()) for part in (FORWARD, BACKWARD, LATER))
-            )
-            share = max(1 - self.recompute_s / found.total_s, 0.0) if found.total_s else 1.0
-            longest_s = float(each_s[self._part == FORWARD].max(initial=0.0))
-            self._bounds[count, size] = found.times(share), longest_s
-        return self._bounds[count, size]
+        each_s = self.seconds(count, size)
+        seconds = count * size * self._times * each_s
+        found = PassTimes(
+            *(float(seconds[self._ends_in == part].sum()) for part in (FORWARD, BACKWARD, LATER))
+        )
+        share = max(1 - self.recompute_s / found.total_s, 0.0) if found.total_s else 1.0
+        return found.times(share), float(each_s[self._part == FORWARD].max(initial=0.0))
 
     def seconds(self, count: int, size: int = 1) -> np.ndarray:
         """By kernel, seconds of one run on one of so many parts of the examples, on one of the devices that share it, at

@@ -32,12 +32,7 @@ class ProgramKernels:
     programs: StagePrograms
 
     def temporary_bytes(self, program: StageProgram, limit_bytes: float) -> float:
-        """The peak of a program's temporaries: buffers that are neither its operands nor its results.
-
-        Args:
-          program: one of the programs.
-          limit_bytes: the memory that the compiler's scheduler may use for them.
-        """
+        """The peak of a program's temporaries: buffers that are neither its operands nor its results."""
         needed = self._of_program.temporary_bytes(program, limit_bytes)
         is_task = program in self.programs.tasks.values()
         return needed if is_task else needed / self.programs.num_replicas

@@ -49,11 +49,7 @@ class _Section:
 
 
 def argument_lines(arguments: Mapping[str, str]) -> list[str]:
-    """Lines for a terminal: spec, how many arguments, their paths.
-
-    Args:
-      arguments: by pytree path, the spec that each rests in.
-    """
+    """Lines for a terminal: spec, how many arguments, their paths."""
     lines = [f"arguments ({plural(len(arguments), 'array')})"]
     for section in _sections({pieces(path): spec for path, spec in arguments.items()}):
         found, indent = _lines(section), 4 if section.title else 2

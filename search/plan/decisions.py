@@ -26,6 +26,7 @@ import numpy as np
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import PlanError
+from autoshard.cost_model.memo import memo
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, format_spec, parse_spec
@@ -89,13 +90,6 @@ def updated_there(
     step: Step, decisions: Sharding, on_host: frozenset[int], cluster: Cluster, place: str
 ) -> frozenset[int]:
     """The arguments that a plan has the host update.
-
-    Args:
-      step: the step.
-      decisions: the plan's.
-      on_host: the arguments that it rests in the host's memory.
-      cluster: the cluster that runs it.
-      place: the plan's name, for messages.
 
     Raises:
       PlanError: one that the host cannot update, or a cluster that does not say how fast its hosts are.
@@ -223,16 +217,11 @@ class DecisionCodec:
         return self._spec_texts(port_specs(port, self.costed.strategies[port.node]))
 
     def _spec_texts(self, specs: np.ndarray) -> list[str]:
-        rows = [tuple(s) for s in specs.tolist()]
-        for spec in rows:
-            if spec not in self._text_of:
-                self._text_of[spec] = format_spec(spec, self.axis_names)
-        return [self._text_of[spec] for spec in rows]
+        return [self._spec_text(tuple(spec)) for spec in specs.tolist()]
 
-    @cached_property
-    def _text_of(self) -> dict[Spec, str]:
-        """Memo of `_spec_texts`."""
-        return {}
+    @memo
+    def _spec_text(self, spec: Spec) -> str:
+        return format_spec(spec, self.axis_names)
 
     def decisions(self, strategies: Sequence[int]) -> Decisions:
         """The decisions of a full assignment. A group with one strategy has none."""
@@ -356,8 +345,6 @@ class DecisionCodec:
         """All possible texts of a decision.
 
         Args:
-          name: the decision's name.
-          place: the plan's name in messages.
           kept: per node, the strategies that the plan's executor supports; by default all.
 
         Raises:

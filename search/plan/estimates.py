@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from autoshard.search.device.prediction import Prediction
 from autoshard.search.ir.spec import AXIS_NAMES
-from autoshard.search.memory.copies import SCOPE
+from autoshard.search.memory.copies import is_recomputed
 from autoshard.search.plan.collective_totals import EqualCollectives, added_up
 from autoshard.search.plan.measured_profile import measured_profile
 from autoshard.search.plan.measured_shares import measured_shares
@@ -29,11 +29,7 @@ def estimate(
     """Time, memory and collectives under a full assignment of strategies.
 
     Args:
-      costed: the costs of all strategies.
-      chosen: the strategy of each node.
-      device: the prediction of one device.
       hidden_s: seconds of communication that computation hides, those of rings left out.
-      host_bytes: bytes on the host.
     """
     compute_s = costed.compute_s(chosen)
     collectives = _collectives(costed, chosen)
@@ -61,7 +57,7 @@ def _recompute_s(costed: CostedGraph, device: Prediction) -> float:
     """Seconds of the kernels and collectives that the plan recomputes."""
     ops = costed.graph.folded.program.ops
     kernels = [(ops[k.position].op, k.time.seconds) for k in device.apart.kernels]
-    return sum((seconds for op, seconds in kernels if op is not None and op.scope.endswith(SCOPE)), 0.0)
+    return sum((seconds for op, seconds in kernels if is_recomputed(op)), 0.0)
 
 
 def where(costed: CostedGraph, position: int) -> str:

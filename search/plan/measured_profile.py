@@ -8,7 +8,7 @@ import numpy as np
 from autoshard.search.device.lowering import TRANSFERS
 from autoshard.search.device.prediction import Moment, Prediction
 from autoshard.search.ir.spec import AXIS_NAMES
-from autoshard.search.memory.copies import SCOPE
+from autoshard.search.memory.copies import is_recomputed
 from autoshard.search.plan.decisions import node_names
 from autoshard.search.plan.kernel_class import KernelClass, class_of_op
 from autoshard.search.plan.profile import ClassTime, OpTime, Profile
@@ -32,13 +32,7 @@ RECOMPUTATION = "recomputation"
 
 
 def measured_profile(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> Profile:
-    """The profile of a full assignment of strategies.
-
-    Args:
-      costed: the step on its mesh, as it runs.
-      chosen: per node, its strategy.
-      device: its kernels.
-    """
+    """The profile of a full assignment of strategies."""
     moments, course = device.course()
     seconds = max((moment.end_s for moment in moments), default=0.0)
     return Profile(
@@ -69,11 +63,7 @@ def _stream(costed: CostedGraph, moment: Moment) -> str:
         over = ", ".join(names[axis] for axis in sorted(collective.axes))
         return collective.kind if collective.kind in TRANSFERS else f"collectives over {over}"
     op = costed.graph.folded.program.ops[moment.kernel.position]
-    return RECOMPUTATION if _is_recomputed(op) else str(op.phase)
-
-
-def _is_recomputed(op: FlatOp) -> bool:
-    return op.op is not None and op.op.scope.endswith(SCOPE)
+    return RECOMPUTATION if is_recomputed(op.op) else str(op.phase)
 
 
 def _shares(spans: np.ndarray, seconds: float) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from functools import cached_property
 from autoshard.search.ir.factors.contraction import RULES as PRODUCTS
 from autoshard.search.ir.graph import Phase, Role
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL
-from autoshard.search.memory.copies import SCOPE
+from autoshard.search.memory.copies import SCOPE, is_recomputed
 from autoshard.search.plan.decisions import node_names
 from autoshard.search.plan.named_sums import LOOK_UP
 from autoshard.search.plan.values import Collective
@@ -52,8 +52,6 @@ def measured_shares(
 
     Args:
       costed: the step on its mesh, as it runs: in microbatches, and with recomputed ops.
-      chosen: per node, its strategy.
-      collectives: those of a step.
     """
     measured = _Measured(costed, ReshardPaths(costed, chosen), _Followed.of(costed.graph.folded.program))
     return WorkShares(
@@ -177,7 +175,7 @@ class _Measured:
 
     def recomputed_flops(self) -> float:
         """FLOPs of the products that the plan recomputes."""
-        return sum(flops for op, flops in self._products if op.op is not None and op.op.scope.endswith(SCOPE))
+        return sum(flops for op, flops in self._products if is_recomputed(op.op))
 
     def flops(self, phase: Phase) -> float:
         """FLOPs of the products of a phase."""

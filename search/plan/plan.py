@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast, overload
+from typing import Any, ClassVar, Self, cast, overload
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.units import format_bytes, format_seconds
@@ -36,7 +36,17 @@ from autoshard.search.plan.values import (
     StageEstimates,
 )
 
-__all__ = ["Candidate", "Collective", "Decisions", "Estimates", "Plan", "Sharding", "Stage", "StageEstimates"]
+__all__ = [
+    "Candidate",
+    "Collective",
+    "Decisions",
+    "Estimates",
+    "Plan",
+    "PlanOnStep",
+    "Sharding",
+    "Stage",
+    "StageEstimates",
+]
 
 NO_DECISIONS = frozenset(
     {"step", "jax", "options", "meshes", "estimates", "gap", "candidates", "marks", "outline", "seal"}
@@ -217,6 +227,25 @@ class Plan(PlanValues):
         """The part of the plan's file that the program depends on."""
         decided = {key: value for key, value in self.to_json().items() if key not in NO_DECISIONS}
         return json.dumps(decided, sort_keys=True)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanOnStep:
+    """A plan on its step: the common part of the results of searches, and of plans that were applied.
+
+    Attributes:
+      plan: the plan.
+    """
+
+    plan: Plan
+
+    def with_plan(self, **fields: Any) -> Self:
+        """A copy whose plan has other values of some fields."""
+        return replace(self, plan=replace(self.plan, **fields))
+
+    def waited(self, part: str, seconds: float) -> Self:
+        """A copy whose search times also hold these seconds under the name `part`."""
+        return self.with_plan(search_s={**self.plan.search_s, part: seconds})
 
 
 def _check_schema(values: Mapping[str, Any], place: str) -> None:

@@ -72,8 +72,6 @@ def read[Kind: PlanValues](data: Mapping[str, Any], kind: type[Kind], place: str
 
     Args:
       data: the file's content, in today's form.
-      kind: the plan's class.
-      place: the file's name in messages.
 
     Raises:
       PlanError: a key is missing or of the wrong type; the message names the first.

@@ -12,11 +12,10 @@ from autoshard.search.problem.fingerprint import fingerprint
 def outlined(step: Step) -> Outline:
     """The outline of a traced step."""
     graph = step.graph
-    arguments = zip(step.arguments, graph.inputs, strict=True)
     ends = zip(step.results, graph.outputs, step.replaces, strict=True)
     ops = Counter(op.name for _, inner in walk(graph) for op in inner.ops)
     return Outline(
-        {argument.name: f"{_type(graph.values[v])} {argument.role}" for argument, v in arguments},
+        {argument.name: f"{_type(graph.values[v])} {argument.role}" for v, argument in step.inputs},
         {name: _type(graph.value(atom)) for name, atom, replaced in ends if replaced is None},
         dict(sorted(ops.items())),
     )
@@ -24,11 +23,6 @@ def outlined(step: Step) -> Outline:
 
 def check_is_for(plan: PlanValues, step: Step, place: str) -> None:
     """Checks that a plan was made for a step.
-
-    Args:
-      plan: the plan.
-      step: the traced step.
-      place: the plan's name in messages.
 
     Raises:
       PlanError: the plan was made for another step; the message says how this one differs.

@@ -97,6 +97,17 @@ class SpmdStep:
     batch: frozenset[int]
     layered: frozenset[int]
 
+    @property
+    def loops(self) -> tuple[LayerLoop, ...]:
+        """The loops over layers, in program order."""
+        return tuple(part for part in self.parts if isinstance(part, LayerLoop))
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """The stacks that loops slice by layer and that are equal for all parts of the batch."""
+        sliced = dict.fromkeys(a for loop in self.loops for a in loop.op.sliced if isinstance(a, int))
+        return tuple(v for v in sliced if v not in self.of_microbatch)
+
 
 @dataclass(frozen=True, eq=False)
 class SpmdSharding:

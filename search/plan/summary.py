@@ -50,9 +50,6 @@ def summary(plan: PlanValues) -> str:
     """The plan in plain text. The answer comes first: the kind of plan, its time, its memory and its certificate. Then come
     the details, and last those that only files and compilers need.
 
-    Args:
-      plan: from `search`, or loaded.
-
     Returns:
       Lines that fit the terminal, the same for the same plan but for the search time, which only fresh plans have.
 

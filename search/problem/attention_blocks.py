@@ -98,7 +98,6 @@ class BlockLoops:
         """An estimate of the time of the attention as it is written, with all scores in memory, if there is no ring.
 
         Args:
-          device: the device that runs it.
           peak_flops_per_s: peak of matrix products in the operands' dtype.
           softmax_itemsize: bytes of an element of the softmax.
         """

@@ -16,6 +16,7 @@ from jax.lax import Precision
 from autoshard.cost_model.cluster import Device
 from autoshard.cost_model.compute import Product, Seconds, kernel_s, product_s
 from autoshard.cost_model.decompositions import STEPS, decomposition_s
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
 from autoshard.search.ir.factors.contraction import RULES as PRODUCTS
 from autoshard.search.ir.factors.rule import Dims, Rule
@@ -69,29 +70,16 @@ class CostedGraph:
         each = zip(self.node_seconds, chosen, strict=True)
         return sum(float(compute[strategy]) for (compute, _), strategy in each)
 
-    @cached_property
-    def _indices(self) -> dict[tuple[Port, int], np.ndarray]:
-        """Memo of `indices`."""
-        return {}
-
-    @cached_property
-    def _shares(self) -> dict[Port, np.ndarray]:
-        """Memo of `shares`."""
-        return {}
-
+    @memo
     def indices(self, port: Port, rank: int) -> np.ndarray:
         """[strategies]: the spec at a port as an index of the reshard tables."""
-        key = port, rank
-        if key not in self._indices:
-            self._indices[key] = self.resharder.indices(port_specs(port, self.strategies[port.node]), rank)
-        return self._indices[key]
+        return self.resharder.indices(port_specs(port, self.strategies[port.node]), rank)
 
+    @memo
     def shares(self, port: Port) -> np.ndarray:
         """[strategies]: the share of the value at a port that one device holds, padding included."""
-        if port not in self._shares:
-            strategies, extents = self.strategies[port.node], self.graph.extents(port)
-            self._shares[port] = port_shares(port, strategies, extents, self.resharder.mesh.shape)
-        return self._shares[port]
+        strategies, extents = self.strategies[port.node], self.graph.extents(port)
+        return port_shares(port, strategies, extents, self.resharder.mesh.shape)
 
     def problem(self, hidden_s: Sequence[np.ndarray | float]) -> Problem:
         """The PBQP.
@@ -160,22 +148,11 @@ class CostedGraph:
         """The compiler's handling of the collectives of an edge."""
         return self.handling(edge.source.node, edge.maker, self.graph.is_updating(edge.target.node))
 
+    @memo
     def handling(self, source: int, maker: Maker, is_updating: bool) -> Handling:
         """The compiler's handling of the collectives of these values on their way from a node, to the update or to
-        other phases."""
-        key = source, maker, is_updating
-        if key not in self._handlings:
-            self._handlings[key] = self._handling(*key)
-        return self._handlings[key]
-
-    @cached_property
-    def _handlings(self) -> dict[tuple[int, Maker, bool], Handling]:
-        """Memo of `handling`."""
-        return {}
-
-    def _handling(self, source: int, maker: Maker, is_updating: bool) -> Handling:
-        """`handling`, worked out. XLA sums a scatter's result over several axes in one collective too. It sums a loop's
-        sum in its terms' type, and may move a converted value in the narrower type."""
+        other phases. XLA sums a scatter's result over several axes in one collective too. It sums a loop's sum in its
+        terms' type, and may move a converted value in the narrower type."""
         is_scattered = self.graph.folded.op(maker[0]).name.startswith("scatter")
         term, narrowed = self.graph.terms.get(maker), self.graph.narrowed.get((maker, is_updating))
         return Handling(
@@ -232,39 +209,23 @@ class CostedGraph:
             found[self.graph.node_of[kernel.op_classes[0]]].append(kernel)
         return tuple(map(tuple, found))
 
+    @memo
     def kernel_bytes(self, kernel: FusedKernel) -> np.ndarray:
         """[strategies]: bytes that a fused kernel moves on one device."""
-        if kernel.op_classes not in self._kernel_bytes:
-            node = self.graph.node_of[kernel.op_classes[0]]
-            self._kernel_bytes[kernel.op_classes] = self._bytes(node, kernel.moved)
-        return self._kernel_bytes[kernel.op_classes]
-
-    @cached_property
-    def _kernel_bytes(self) -> dict[tuple[int, ...], np.ndarray]:
-        """Memo of `kernel_bytes`."""
-        return {}
+        return self._bytes(self.graph.node_of[kernel.op_classes[0]], kernel.moved)
 
     @property
     def device(self) -> Device:
         """The device that the plan runs on."""
         return self.resharder.mesh.cluster.device
 
-    def op_seconds(self, op_class: int) -> np.ndarray:
-        """[strategies]: seconds of one run of an op that is a kernel of its own, on one device."""
-        if op_class not in self._op_seconds:
-            self._op_seconds[op_class] = self._alone_seconds(op_class)
-        return self._op_seconds[op_class]
-
-    @cached_property
-    def _op_seconds(self) -> dict[int, np.ndarray]:
-        """Memo of `op_seconds`."""
-        return {}
-
     def moved_bytes(self, op_class: int) -> np.ndarray:
         """[strategies]: bytes that one run of an op that is a kernel of its own reads and writes, on one device."""
         return self._bytes(self.graph.node_of[op_class], moved_alone(self.graph.folded, op_class))
 
-    def _alone_seconds(self, op_class: int) -> np.ndarray:
+    @memo
+    def op_seconds(self, op_class: int) -> np.ndarray:
+        """[strategies]: seconds of one run of an op that is a kernel of its own, on one device."""
         folded, node = self.graph.folded, self.graph.node_of[op_class]
         op = folded.op(op_class)
         if op.is_transfer:
@@ -314,17 +275,11 @@ class CostedGraph:
         own = {f: factor_of[k, f] for k, f in factor_of if k == op_class}
         return tuple(attention(op, values, own, row, mesh) for row in self.strategies[node].assignment)
 
+    @memo
     def ring_messages(self, op_class: int) -> tuple[Messages, ...]:
         """Per strategy, what one run of a blockwise attention sends."""
-        if op_class not in self._ring_messages:
-            pairs = zip(self.attentions(op_class), self.op_seconds(op_class).tolist(), strict=True)
-            self._ring_messages[op_class] = tuple(one.messages(seconds) for one, seconds in pairs)
-        return self._ring_messages[op_class]
-
-    @cached_property
-    def _ring_messages(self) -> dict[int, tuple[Messages, ...]]:
-        """Memo of `ring_messages`."""
-        return {}
+        pairs = zip(self.attentions(op_class), self.op_seconds(op_class).tolist(), strict=True)
+        return tuple(one.messages(seconds) for one, seconds in pairs)
 
     def rings(self, chosen: Sequence[int]) -> Iterator[tuple[int, Messages]]:
         """The messages of all blockwise attentions under a full assignment, each with its runs in one step."""
@@ -332,17 +287,11 @@ class CostedGraph:
             if self.graph.folded.op(op_class).name in ATTENTIONS:
                 yield self.graph.folded.counts[op_class], self.ring_messages(op_class)[chosen[node]]
 
+    @memo
     def exchanges(self, op_class: int) -> dict[int, tuple[Exchange, ...]]:
         """By strategy, the exchanges of halos in one run of an op; strategies without any are left out."""
-        if op_class not in self._exchanges:
-            has_windows = bool(self.graph.folded.op(op_class).rule.windows)
-            self._exchanges[op_class] = dict(self._found_exchanges(op_class)) if has_windows else {}
-        return self._exchanges[op_class]
-
-    @cached_property
-    def _exchanges(self) -> dict[int, dict[int, tuple[Exchange, ...]]]:
-        """Memo of `exchanges`."""
-        return {}
+        has_windows = bool(self.graph.folded.op(op_class).rule.windows)
+        return dict(self._found_exchanges(op_class)) if has_windows else {}
 
     def _found_exchanges(self, op_class: int) -> Iterator[tuple[int, tuple[Exchange, ...]]]:
         graph, node = self.graph, self.graph.node_of[op_class]

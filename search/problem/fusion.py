@@ -24,6 +24,7 @@ from collections import Counter
 from functools import cached_property
 
 from autoshard.cost_model.cluster import Device
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.factors import Kind
 from autoshard.search.ir.graph import Phase
 from autoshard.search.problem.constants import shared_constants
@@ -144,7 +145,6 @@ class Fusion:
         self.is_reduction = [self._reduces(k) for k in range(len(folded.members))]
         self.layouts, self.shared_constants = layouts(self.program), shared_constants(self.program)
         self._num_bytes = [value.num_bytes for value in self.program.values]
-        self._wanted: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.sources: dict[int, frozenset[int]] = {}
         self._places: dict[int, Places] = {}  # of those that are read through slices
@@ -276,13 +276,9 @@ class Fusion:
                 own[i] = frozenset().union(*(found[v] for v in op.results))
         return found
 
+    @memo
     def _is_wanted(self, i: int, v: int) -> bool:
         """Whether a light op's result is an array; remembered, as every reader asks."""
-        if v not in self._wanted:
-            self._wanted[v] = self._stores(i, v)
-        return self._wanted[v]
-
-    def _stores(self, i: int, v: int) -> bool:
         op = self.program.ops[i]
         is_reduction = self.is_reduction[self.folded.class_of[i]]
         if v in self.random_bits and not is_reduction:

@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import Atom, Phase, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.problem.blocks import Blocks
@@ -55,7 +56,6 @@ class Likeness:
         self._argument = {v: a for a, v in enumerate(step.graph.inputs)}
         self._replaced = frozenset(step.replaces)
         self._ranks: dict[Any, int] = {}
-        self._origins: dict[int, tuple[int | None, Any]] = {}
         self._sharding = _by_op(sharding)
         self.result_block = tuple(
             self.block_of(out) if a is None else blocks.of_argument[a]
@@ -195,13 +195,12 @@ class Likeness:
         """The slot of a value that a block reads; for values from elsewhere, their type and spec."""
         if not isinstance(atom, int):
             return None
-        if atom not in self._origins:
-            self._origins[atom] = self.block_of(atom), self._rest(atom)
-        own, rest = self._origins[atom]
+        own, rest = self.block_of(atom), self._rest(atom)
         if own == block:
             return self.slot_of(atom), rest
         return "outside" if own is None else "passed", self.step.graph.values[atom], rest
 
+    @memo
     def _rest(self, value: int) -> Any:
         """A value's spec; for an argument, also its role, whether it is replaced, and its mark."""
         if value not in self._argument:

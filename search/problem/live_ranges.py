@@ -14,6 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import groupby
 
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import Role
 from autoshard.search.problem import equivalence
 from autoshard.search.problem.flat_program import FlatProgram, ReadPhase, read_phase
@@ -89,16 +90,13 @@ class LiveRanges:
         self.maker, self.uses = self.program.maker, self.program.uses
         self.loops_at = self._loops_at()
         self.held_until: dict[int, int] = {}
-        self._with_copies: dict[frozenset[tuple[int, int]], LiveRanges] = {}
 
+    @memo
     def with_copies(self, copied: frozenset[tuple[int, int]]) -> "LiveRanges":
         """The live ranges if these operands, each an op's position and a number, are written out for their readers."""
         if not copied:
             return self
-        if copied not in self._with_copies:
-            fusion = Fusion(self.folded, self.fusion.expensive_itemsize, copied)
-            self._with_copies[copied] = LiveRanges(self.graph, fusion)
-        return self._with_copies[copied]
+        return LiveRanges(self.graph, Fusion(self.folded, self.fusion.expensive_itemsize, copied))
 
     @cached_property
     def places(self) -> tuple[Hashable, ...]:

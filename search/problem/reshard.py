@@ -41,6 +41,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import Value
 from autoshard.search.ir.sharding import ReshardPath, ReshardStep
 from autoshard.search.ir.spec import MAX_PADDING, PARTIAL, WHOLE, Spec
@@ -127,14 +128,12 @@ class _ReshardTable:
     is_narrowed: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Resharder:
     """Resharding costs on one mesh; keeps the results for every size of value and every chain."""
 
     mesh: MeshModel
     _tables: dict = field(default_factory=dict)
-    _chains: dict = field(default_factory=dict)
-    _gathers: dict = field(default_factory=dict)
     _found: dict = field(default_factory=dict)
 
     @property
@@ -163,17 +162,18 @@ class Resharder:
 
     def gathered_s(self, value: Value, how: Handling = ALONE) -> np.ndarray:
         """Seconds to gather a value that is split over all axes to a spec, for every spec."""
-        key = (value.shape, value.itemsize, how.combined_bytes)
-        if key not in self._gathers:
-            specs = self.specs(len(value.shape))
-            held = value.itemsize * self._splits(len(value.shape), (key[:2],)).held[0]
-            over = [tuple(a for a, d in enumerate(s) if d < 0) for s in specs]
-            found = np.zeros(len(specs))
-            for axes in dict.fromkeys(over):
-                at = [i for i, one in enumerate(over) if one == axes]
-                found[at] = self.mesh.time_s("all-gather", axes, held[at], how.combined_bytes)
-            self._gathers[key] = found
-        return self._gathers[key]
+        return self._gathered_s(value.shape, value.itemsize, how.combined_bytes)
+
+    @memo
+    def _gathered_s(self, shape: tuple[int, ...], itemsize: int, combined_bytes: float) -> np.ndarray:
+        specs = self.specs(len(shape))
+        held = itemsize * self._splits(len(shape), ((shape, itemsize),)).held[0]
+        over = [tuple(a for a, d in enumerate(s) if d < 0) for s in specs]
+        found = np.zeros(len(specs))
+        for axes in dict.fromkeys(over):
+            at = [i for i, one in enumerate(over) if one == axes]
+            found[at] = self.mesh.time_s("all-gather", axes, held[at], combined_bytes)
+        return found
 
     def once[Found](self, key: Hashable, find: Callable[[], Found]) -> Found:
         """The result for a key on this mesh, computed once for all steps in which it occurs."""
@@ -183,11 +183,9 @@ class Resharder:
 
     def chain(self, value: Value, source: Spec, target: Spec, how: Handling = ALONE) -> ReshardPath:
         """The steps of the cheapest chain."""
-        key = (value.shape, value.itemsize, how, source, target)
-        if key not in self._chains:
-            self._chains[key] = self._chain(*key)
-        return self._chains[key]
+        return self._chain(value.shape, value.itemsize, how, source, target)
 
+    @memo
     def _chain(
         self, shape: tuple[int, ...], itemsize: int, how: Handling, source: Spec, target: Spec
     ) -> ReshardPath:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import Value
 from autoshard.search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
 from autoshard.search.ir.spec import Spec, shard_size
@@ -28,25 +29,19 @@ class ReshardPaths:
         self.folded = costed.graph.folded
         self.program: FlatProgram = self.folded.program
         self.maker = self.program.maker
-        self._specs: dict[Port, Spec] = {}
-        self._made: dict[tuple[int, int], Spec] = {}
         self._to_rest: dict[tuple[int, int], ReshardPath] = {}
         self._to_readers: dict[int, OperandReshard] = {}
 
+    @memo
     def spec(self, port: Port) -> Spec:
         """The spec of the value at a port."""
-        if port not in self._specs:
-            row = port_specs(port, self.costed.strategies[port.node])[self.chosen[port.node]]
-            self._specs[port] = tuple(int(d) for d in row)
-        return self._specs[port]
+        row = port_specs(port, self.costed.strategies[port.node])[self.chosen[port.node]]
+        return tuple(int(d) for d in row)
 
     def made(self, v: int) -> Spec:
         """The spec in which a value is made."""
         i, r = self.maker[v]
-        alike = self.folded.class_of[i], r
-        if alike not in self._made:
-            self._made[alike] = self.spec(self.graph.ports[*alike, True])
-        return self._made[alike]
+        return self.spec(self.graph.ports[self.folded.class_of[i], r, True])
 
     def resting(self, v: int) -> Spec:
         """The spec to which a value is brought as soon as it is made."""

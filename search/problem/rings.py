@@ -135,11 +135,7 @@ class Attention:
         return block_loops(self.op.name, self.scores, self.sizes, self._heads, self.ring, self.itemsize)
 
     def compute_s(self, peak_flops_per_s: float) -> float:
-        """Seconds of a device's blocks, and of the copies of operands and results from and to their blocks.
-
-        Args:
-          peak_flops_per_s: peak of matrix products.
-        """
+        """Seconds of a device's blocks, and of the copies of operands and results from and to their blocks."""
         cluster = self.mesh.cluster
         copied = sum(2 * self._local_bytes(v, dims) for v, dims in self._arrays())
         return self.loops.seconds(cluster, peak_flops_per_s) + float(kernel_s(cluster.device, copied))
@@ -158,11 +154,7 @@ class Attention:
         return self.values[v].num_bytes / prod(self.parts.get(a, 1) for dim in dims for a in dim)
 
     def messages(self, compute_s: float) -> Messages:
-        """The messages of a ring's devices.
-
-        Args:
-          compute_s: seconds of a device's blocks.
-        """
+        """The messages of a ring's devices."""
         n = self.num_devices
         if n == 1:
             return Messages((), (), 0.0, 0.0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -16,6 +16,7 @@ from autoshard.cost_model.errors import CompilerError, InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.options import ALWAYS, IN_DOUBT, NEVER, Options
 from autoshard.search.plan.peak_band import PEAK_BAND
+from autoshard.search.plan.plan import PlanOnStep
 from autoshard.search.tightening import MARGIN
 
 CAP = 20 << 30
@@ -44,14 +45,13 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(PlanOnStep):
     """As much of `driver.SearchResult` as the loop reads."""
 
-    plan: Plan
     bound_s: float = 0.0
 
     def bounded(self, bound_s):
-        return replace(self, plan=replace(self.plan, gap=1 - bound_s / 100.0))
+        return self.with_plan(gap=1 - bound_s / 100.0)
 
 
 @dataclass

@@ -64,7 +64,7 @@ def test_a_pipeline_has_the_time_that_one_program_left(options, least_s, most_s,
         left_s.append(args[-1].deadline.left_s)
         raise InfeasibleError("as if")
 
-    monkeypatch.setattr(pipelines, "_least_s", lambda *args: 0.0)
+    monkeypatch.setattr(pipelines.PipelineSearches, "_least", lambda *args: 0.0)
     monkeypatch.setattr(pipelines.spmd_planning, "find", misses)
     monkeypatch.setattr(pipelines.pipelines, "find", misses)
     with suppress(InfeasibleError):

@@ -18,7 +18,8 @@ from autoshard.search.driver import find
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
-from autoshard.verification.result import PEAK_ABOVE, Verification
+from autoshard.verification.records import PEAK_ABOVE
+from autoshard.verification.result import Verification
 from tests.search.adamw import adamw_chain
 from tests.search.chain import chain
 from tests.zoo import Case, make_moe

@@ -15,7 +15,7 @@ class Dataflow:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.ops = graph, graph.ops
-        self.maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+        self.maker = graph.made_at
         self.uses: dict[int, list[int]] = defaultdict(list)
         for i, op in enumerate(graph.ops):
             for v in dict.fromkeys(op.operands):

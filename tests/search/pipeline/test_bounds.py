@@ -110,7 +110,7 @@ def bounds_of(dtype: str) -> PipelineBounds:
 @cache
 def parts_of(dtype: str, count: int) -> Parts:
     step = step_of(dtype)
-    return Parts.of(step, [""] * len(step.arguments), CLUSTER, count)
+    return Parts.of(step, CLUSTER, count)
 
 
 def equal_stages(parts: Parts, one: Pipelines) -> Proposal:
@@ -135,7 +135,7 @@ def test_no_pipeline_with_equal_stages_is_faster_than_its_family(dtype, num_repl
     ratios = list[float]()
     for name, m in product(FAMILIES, (2, 4, 8)):
         one = Pipelines(name, m, num_replicas, (size,))
-        if (least_s := bounds_of(dtype).least_s(one)) < inf:
+        if (least_s := bounds_of(dtype).least_s(one, None)) < inf:
             took_s = equal_stages(parts_of(dtype, one.count), one).step_s
             ratios.append(least_s / took_s)
     assert share < max(ratios) <= 1 + 1e-9, "a bound from far away bounds nothing"

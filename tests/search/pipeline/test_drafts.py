@@ -69,14 +69,14 @@ PREPARED = Prepared.within()
 def plain(count: int) -> Parts:
     """As the searches prepare it."""
     step = traced()
-    return PREPARED.in_parts(count, step, [""] * len(step.arguments), CLUSTER, MAX_LAYERS)
+    return PREPARED.in_parts(count, step, CLUSTER, PipelineOptions(80 << 30))
 
 
 @cache
 def may_recompute() -> tuple[Parts, Parts]:
     """A step in eight parts: all is kept, and all is recomputed that may be."""
     step = attending()
-    parts = Parts.of(step, [""] * len(step.arguments), CLUSTER, 8)
+    parts = Parts.of(step, CLUSTER, 8)
     return parts, parts.recomputing(parts.choices(SHAPES[-1])[-1].sites)
 
 
@@ -130,7 +130,7 @@ def test_nothing_that_is_passed_over_is_faster(microbatches):
     """Each number of replicas worked out."""
     step = traced()
     options = PipelineOptions(80 << 30, microbatches=microbatches, remat="never")
-    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, options, prepared=PREPARED)
+    search = PipelineSearch(step, CLUSTER, options, prepared=PREPARED)
     found_s = search.run().step_s
     least_s = math.inf
     for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
@@ -154,7 +154,7 @@ def test_groups_of_nodes_stand_in_the_order_that_is_best(cap_bytes):
     """Each order worked out, for each number of replicas."""
     step = traced()
     options = PipelineOptions(cap_bytes, microbatches=4, remat="never")
-    search = PipelineSearch(step, [""] * len(step.arguments), MIXED, options, prepared=PREPARED_MIXED)
+    search = PipelineSearch(step, MIXED, options, prepared=PREPARED_MIXED)
     found_s, by_order = search.run().step_s, dict[str, float]()
     for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
         parts = PREPARED_MIXED.parts[4 * num_replicas]
@@ -172,7 +172,7 @@ def test_groups_of_nodes_stand_in_the_order_that_is_best(cap_bytes):
 
 def test_a_stage_takes_what_its_own_kind_of_device_takes():
     """The second group's devices, were they the first one's, would take less."""
-    parts = Parts.of(traced(), [""] * len(traced().arguments), MIXED.groups[0], 8)
+    parts = Parts.of(traced(), MIXED.groups[0], 8)
     of_h100, of_a100 = (parts.on(group).costs((1,), 4) for group in MIXED.groups)
     assert (of_a100.forward_s > 1.2 * of_h100.forward_s).all()
     draft = Drafting((parts,), 4, ((1,),), PipelineOptions(80 << 30, stages=2), MIXED).draft()
@@ -197,7 +197,7 @@ def test_a_draft_without_a_cap_is_the_fastest():
 def test_where_another_plan_is_faster_anyway_nothing_is_drafted():
     step = traced()
     options = PipelineOptions(80 << 30, microbatches=4)
-    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, options, prepared=PREPARED)
+    search = PipelineSearch(step, CLUSTER, options, prepared=PREPARED)
     with pytest.raises(
         InfeasibleError, match=r"pipelines of step take .* or more, and there is a plan of 1 us"
     ):
@@ -207,9 +207,7 @@ def test_where_another_plan_is_faster_anyway_nothing_is_drafted():
 
 def test_when_the_time_is_over_nothing_more_is_begun():
     step, said, prepared = traced(), list[str](), Prepared.within(0.0)
-    search = PipelineSearch(
-        step, [""] * len(step.arguments), CLUSTER, PipelineOptions(80 << 30), said.append, prepared
-    )
+    search = PipelineSearch(step, CLUSTER, PipelineOptions(80 << 30), said.append, prepared)
     with pytest.raises(InfeasibleError, match="was found in the time limit"):
         search.run()
     assert (said, prepared.parts) == ([], {})
@@ -218,9 +216,7 @@ def test_when_the_time_is_over_nothing_more_is_begun():
 def test_a_number_of_parts_that_was_begun_in_time_has_a_pipeline_on_the_most_promising_mesh():
     """To make the step in parts ready takes more than a millisecond."""
     step, prepared = traced(), Prepared.within(1e-3)
-    search = PipelineSearch(
-        step, [""] * len(step.arguments), CLUSTER, PipelineOptions(80 << 30), prepared=prepared
-    )
+    search = PipelineSearch(step, CLUSTER, PipelineOptions(80 << 30), prepared=prepared)
     found = search.run()
     (parts,) = prepared.parts.values()
     assert found.parts is parts
@@ -239,7 +235,7 @@ def test_what_tasks_would_gather_for_each_microbatch_lies_whole():
     """Of layers so small that their products are not split, moments lie in parts, as the update is; parameters do not."""
     case = make_megatron(2, 256, 4, 512, 128, 32)
     step = trace(case.step, *case.abstract_args())
-    found = Parts.of(step, [""] * len(step.arguments), CLUSTER, 8).solution((2,))
+    found = Parts.of(step, CLUSTER, 8).solution((2,))
     decisions = found.on_mesh.codec.decisions(found.labels)
     matrices = {n: s for n, s in decisions.arguments.items() if n.endswith("['w']")}
     assert {s for n, s in matrices.items() if ".mu" in n} != {"P()"}
@@ -256,7 +252,7 @@ def wide() -> Step:
 
 
 def test_lean_stages_hold_a_part_of_their_parameters_and_take_no_less_time():
-    parts = Parts.of(wide(), [""] * len(wide().arguments), CLUSTER, 8)
+    parts = Parts.of(wide(), CLUSTER, 8)
     assert (
         parts.with_split_parameters.costs((4,), 2).state_bytes.sum()
         < 0.95 * parts.costs((4,), 2).state_bytes.sum()
@@ -271,7 +267,7 @@ def test_where_parameters_do_not_fit_whole_stages_are_lean():
 
     def found(memory_bytes: int) -> Proposal:
         asked = replace(options, memory_bytes=memory_bytes)
-        return PipelineSearch(wide(), [""] * len(wide().arguments), cluster, asked).run()
+        return PipelineSearch(wide(), cluster, asked).run()
 
     roomy = found(80 << 30)
     tight = found(int(0.92 * max(roomy.peak_bytes)))
@@ -284,7 +280,7 @@ def test_stages_that_share_workers_have_any_equal_share_of_the_devices():
     """Four workers of three devices each, where a stage by itself would have one, two or four of a node."""
     options = PipelineOptions(30 << 30, stages=8, schedule="zb-v", microbatches=4)
     step, twelve = batch_of_48(), parse_cluster("12xA100-40GB")
-    found = PipelineSearch(step, [""] * len(step.arguments), twelve, options).run()
+    found = PipelineSearch(step, twelve, options).run()
     sizes = [found.num_replicas * math.prod(stage.placed.shape) for stage in found.stages]
     assert sizes == [3] * 8
 
@@ -310,7 +306,7 @@ def test_a_deep_model_has_as_many_stages_as_are_asked_for():
     stack, x = jax.ShapeDtypeStruct((num_layers, 64, 64), "float32"), jax.ShapeDtypeStruct((8, 64), "float32")
     options = PipelineOptions(1 << 30, stages=num_layers, schedule="1f1b", microbatches=4)
     traced, cluster = trace(step, stack, x), parse_cluster(f"{num_layers}xA100-80GB")
-    found = PipelineSearch(traced, ["", ""], cluster, options).run()
+    found = PipelineSearch(traced, cluster, options).run()
     assert [(s.placed.first_layer, s.placed.end_layer) for s in found.stages] == [
         (n, n + 1) for n in range(num_layers)
     ]

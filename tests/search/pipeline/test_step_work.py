@@ -67,7 +67,7 @@ def work_of(make, num_microbatches: int = 1) -> StepWork:
 @cache
 def parts_of(make, count: int) -> Parts:
     step = step_of(make)
-    return Parts.of(step, [""] * len(step.arguments), CLUSTER, count)
+    return Parts.of(step, CLUSTER, count)
 
 
 CASES = [(scanned, 1, 2), (unrolled, 4, 1)]
