@@ -9,7 +9,7 @@ counts the difference for all values that are larger under the strategies that i
 that of the largest array. An `expansion` of a row is no bound, but exact near some strategies.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 
@@ -206,22 +206,17 @@ class Memory:
         base, of_several = self._at(at)
         total, pairs, fixed_bytes = _Bytes(base.bytes), {(u, v): m for u, v, m in base.pairs}, 0.0
         for item, source in of_several:
-            ports = item.port, *item.others
-            shares = {port: item.num_bytes * self.costed.shares(port) for port in (*ports, source)}
+            readers = item.port, *item.others
+            shares = {port: item.num_bytes * self.costed.shares(port) for port in (*readers, source)}
             here = {port: share[chosen[port.node]] for port, share in shares.items()}
-
-            def held(*free: int) -> np.ndarray | float:
-                """The bytes if one or two nodes are free: [labels of the first] or [labels of the first and the second]."""
-                near = {port: _along(shares[port], port.node, free) if port.node in free else here[port] for port in shares}
-                return np.maximum(reduce(np.maximum, (near[port] for port in ports)) - near[source], 0.0)
-
-            now, of_source = held(), held(source.node)
+            held = partial(_beyond_source, shares, here, source)
+            now, of_source = held(()), held((source.node,))
             total.add(source.node, of_source - now)
             fixed_bytes += float(now)
-            for reader in dict.fromkeys(port.node for port in ports):
-                own, both = held(reader), held(reader, source.node)
-                total.add(reader, own - now)
-                more, key = both - own[:, None] - of_source + now, (reader, source.node)
+            for node in dict.fromkeys(port.node for port in readers):
+                own, both, key = held((node,)), held((node, source.node)), (node, source.node)
+                total.add(node, own - now)
+                more = both - own[:, None] - of_source + now
                 pairs[key] = pairs[key] + more if key in pairs else more
         in_order = tuple((u, v, num_bytes) for (u, v), num_bytes in pairs.items())
         return MemoryConstraint(f"op {at}", total.in_order, fixed_bytes, pairs=in_order)
@@ -230,7 +225,11 @@ class Memory:
         """The memory at one program point that nodes and pairs of nodes decide, and the other values, with their sources:
         those that several readers share."""
         if at not in self._points:
-            total, pairs, of_several = _Bytes(), dict[tuple[int, int], np.ndarray](), list[tuple[LiveRange, Port]]()
+            total, pairs, of_several = (
+                _Bytes(),
+                dict[tuple[int, int], np.ndarray](),
+                list[tuple[LiveRange, Port]](),
+            )
             for i in self._alive(at):
                 item, source = self.items[i], self.items[i].source
                 if source is None:
@@ -287,6 +286,22 @@ class _Bytes:
     def in_order(self) -> tuple[tuple[int, np.ndarray], ...]:
         """The bytes of each node, sorted by node."""
         return tuple(sorted(self._total.items(), key=lambda one: one[0]))
+
+
+def _beyond_source(
+    shares: Mapping[Port, np.ndarray], here: Mapping[Port, float], source: Port, free: tuple[int, ...]
+) -> np.ndarray:
+    """The bytes by which the largest of a value's arrays is larger than its source: [labels of the free nodes].
+
+    Args:
+      shares: the bytes of each array, by the labels of its node; the source's, too.
+      here: the bytes of each under the labels of the nodes that are not free.
+      source: the source.
+      free: no node, one, or two.
+    """
+    near = {p: _along(share, p.node, free) if p.node in free else here[p] for p, share in shares.items()}
+    largest = reduce(np.maximum, (num_bytes for port, num_bytes in near.items() if port != source))
+    return np.maximum(np.asarray(largest - near[source]), 0.0)
 
 
 def _along(per_label: np.ndarray, node: int, nodes: Sequence[int]) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 Minimise a PBQP's cost (`search.solver.pbqp`) under one memory row for each program point. There are thousands of
 points and few of them bind, so rows are added on demand: the search asks which points a good assignment overflows, and
-keeps the worst of them as rows from then on.
+keeps the worst of them as rows from then on. Rows are linear, and may be lower bounds on the memory of their points; then
+one point may have several. Descents also use a row's expansion, which is exact near their assignment.
 
 A bound and an incumbent approach each other in four stages, and most problems end before the last:
 
@@ -386,8 +387,12 @@ class _Search:
             has_new_rows = answer.labels is not None and self._offer(part.trws.original(answer.labels))
 
     def _repair(self, part: Relaxation, labels: Labels) -> None:
-        """Descends from an assignment at ever higher prices of overflowing bytes, and offers each result that fits. Ends once
-        an assignment costs more than the incumbent: higher prices make it no cheaper."""
+        """Descends from an assignment at ever higher prices of overflowing bytes, and offers each result that fits. Ends
+        once an assignment costs more than the incumbent: higher prices make it no cheaper.
+
+        Rows and their expansions take turns. Expansions know all bytes, and save them where it costs the least time. Rows
+        leave out some, so that a descent gets past assignments in which several nodes must change at once.
+        """
         self._cut(labels)
         cheapest_s = self.opening.least_s if self.opening.least_s < np.inf else 0.0
         least_s = LEAST_REPAIR * abs(cheapest_s) / self.planes.unit_bytes
@@ -396,13 +401,11 @@ class _Search:
         for turn in range(MAX_REPAIRS):
             rows = near(self.planes.rows, labels) if turn % 2 else self.planes.rows
             labels = self._descended(part, labels, rows, price_s)
-            if self.planes.of(labels)[0] >= self.cost_s:
+            if self.planes.of(labels)[0] >= self.cost_s or price_s > most_s:
                 return
             if not self.planes.fits(labels):
                 price_s = 4.0 * price_s
             elif not self._offer(labels):
-                return
-            if price_s > most_s:
                 return
 
     def _cut(self, labels: Labels) -> None:

@@ -9,6 +9,7 @@ limit.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class MemoryConstraint:
     name: str
     bytes: tuple[tuple[int, np.ndarray], ...]
     fixed_bytes: float
-    expansion: "Callable[[Labels], MemoryConstraint] | None" = None
+    expansion: "Expansion | None" = None
     pairs: tuple[tuple[int, int, np.ndarray], ...] = ()
 
     def __post_init__(self) -> None:
@@ -68,15 +69,22 @@ class MemoryConstraint:
 
     def scaled(self, factor: float) -> "MemoryConstraint":
         """This row for a limit of `factor` times its own."""
-        scaled, near = tuple((node, factor * per_label) for node, per_label in self.bytes), self.expansion
-        expansion = near and (lambda labels: near(labels).scaled(factor))
+        scaled = tuple((node, factor * per_label) for node, per_label in self.bytes)
+        expansion = partial(_scaled, self.expansion, factor) if self.expansion else None
         pairs = tuple((u, v, factor * num_bytes) for u, v, num_bytes in self.pairs)
         return MemoryConstraint(f"{self.name}, scaled", scaled, factor * self.fixed_bytes, expansion, pairs)
 
     def total_bytes(self, labels: Sequence[int]) -> float:
         """The row's value under a full assignment."""
         of_pairs = sum(float(num_bytes[labels[u], labels[v]]) for u, v, num_bytes in self.pairs)
-        return self.fixed_bytes + sum(float(per_label[labels[node]]) for node, per_label in self.bytes) + of_pairs
+        return (
+            self.fixed_bytes
+            + sum(float(per_label[labels[node]]) for node, per_label in self.bytes)
+            + of_pairs
+        )
+
+
+Expansion = Callable[[Labels], MemoryConstraint]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,10 +129,18 @@ def merged(problem: Problem) -> Problem:
 
 def restricted_row(row: MemoryConstraint, kept: Sequence[np.ndarray]) -> MemoryConstraint:
     """A row on some of each node's labels, renumbered from 0."""
-    per_label, near = tuple((node, num_bytes[kept[node]]) for node, num_bytes in row.bytes), row.expansion
-    expansion = near and (lambda labels: restricted_row(near(original(kept, labels)), kept))
+    per_label = tuple((node, num_bytes[kept[node]]) for node, num_bytes in row.bytes)
+    expansion = partial(_restricted, row.expansion, kept) if row.expansion else None
     pairs = tuple((u, v, num_bytes[np.ix_(kept[u], kept[v])]) for u, v, num_bytes in row.pairs)
     return MemoryConstraint(row.name, per_label, row.fixed_bytes, expansion, pairs)
+
+
+def _scaled(expansion: Expansion, factor: float, labels: Labels) -> MemoryConstraint:
+    return expansion(labels).scaled(factor)
+
+
+def _restricted(expansion: Expansion, kept: Sequence[np.ndarray], labels: Labels) -> MemoryConstraint:
+    return restricted_row(expansion(original(kept, labels)), kept)
 
 
 def near(rows: Iterable[MemoryConstraint], labels: Labels) -> list[MemoryConstraint]:

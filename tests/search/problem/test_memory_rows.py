@@ -108,7 +108,9 @@ def test_a_row_made_for_some_strategies_says_no_more_of_others_than_there_is(ite
 
 
 @given(ITEMS, CHOSEN, CHOSEN, st.data())
-def test_an_expansion_is_exact_where_a_node_differs_or_a_source_and_one_of_its_readers(items, chosen, others, data):
+def test_an_expansion_is_exact_where_a_node_differs_or_a_source_and_one_of_its_readers(
+    items, chosen, others, data
+):
     memory = Memory(COSTED, items)
     pairs = [(p.node, i.source.node) for i in items if i.source for p in (i.port, *i.others)]
     differ = data.draw(st.sampled_from([(), *((n,) for n in range(len(chosen))), *pairs]))

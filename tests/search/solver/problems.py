@@ -74,7 +74,9 @@ def rows_with_pairs(draw, problem):
         pairs = dict[tuple[int, int], np.ndarray]()
         for u, v in draw(st.sets(st.tuples(*[st.integers(0, len(problem.num_labels) - 1)] * 2), max_size=3)):
             if u != v:
-                own, source = ([draw(st.integers(0, 9)) for _ in range(problem.num_labels[n])] for n in (u, v))
+                own, source = (
+                    [draw(st.integers(0, 9)) for _ in range(problem.num_labels[n])] for n in (u, v)
+                )
                 pairs[u, v] = 1e9 * np.maximum(np.subtract.outer(own, source), 0.0)
         rows.append(replace(row, pairs=tuple((u, v, num_bytes) for (u, v), num_bytes in pairs.items())))
     return tuple(rows)

@@ -80,7 +80,9 @@ def test_rows_may_be_bounds_of_memory_that_pairs_of_nodes_decide(data):
     def bound(row, labels):
         total = {node: num_bytes.copy() for node, num_bytes in row.bytes}
         for u, v, num_bytes in row.pairs:
-            if num_bytes[labels[u], labels[v]] > 0:  # own - source, as the largest own and the least source give it
+            if (
+                num_bytes[labels[u], labels[v]] > 0
+            ):  # own - source, as the largest own and the least source give it
                 own, source = (num_bytes.max(axis=1), num_bytes.max(axis=0))
                 for node, change in ((u, own), (v, source - num_bytes.max())):
                     total[node] = total.get(node, 0.0) + change

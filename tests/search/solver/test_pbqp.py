@@ -7,14 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged, near, original, restricted_row
+from autoshard.search.solver.pbqp import (
+    Edge,
+    MemoryConstraint,
+    Problem,
+    merged,
+    near,
+    original,
+    restricted_row,
+)
 from tests.search.solver.problems import (
     assignments,
     every_cost_s,
     every_row_bytes,
     limited_problems,
     problems,
-    rows_of,
     rows_with_pairs,
     turned,
 )
@@ -62,7 +69,9 @@ def test_a_restricted_row_counts_the_kept_labels_alike(data):
 def test_an_expansion_is_made_for_the_original_labels_and_restricted_and_scaled_as_its_row(data):
     problem = data.draw(problems())
     (truth, *_) = data.draw(rows_with_pairs(problem))
-    kept = [np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=n, max_size=n))) for n in problem.num_labels]
+    kept = [
+        np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=n, max_size=n))) for n in problem.num_labels
+    ]
     kept = [k if len(k) else np.arange(n) for k, n in zip(kept, problem.num_labels, strict=True)]
     asked = []
     row = replace(truth, pairs=(), expansion=lambda labels: asked.append(labels) or truth)
