@@ -71,9 +71,6 @@ MAX_REPAIRS = 12
 LEAST_REPAIR = 1 / 64
 """First price of memory in a repair before rows have prices: memory as large as the limit costs this share of the cheapest
 assignment. Source: a choice of ours; if plans fit, their prices are of this order."""
-MOST_REPAIR = 256.0
-"""Last price of memory in a repair, as a multiple of the cheapest assignment: a row that overflows by a hundredth costs more
-than the whole assignment."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
 FAR = 2.0
@@ -387,33 +384,23 @@ class _Search:
             has_new_rows = answer.labels is not None and self._offer(part.trws.original(answer.labels))
 
     def _repair(self, part: Relaxation, labels: Labels) -> None:
-        """Descends from an assignment at ever higher prices of overflowing bytes, and offers each result that fits. Ends
-        once an assignment costs more than the incumbent: higher prices make it no cheaper.
+        """Descends from an assignment at ever higher prices of overflowing bytes, and offers each result that fits.
 
-        Rows and their expansions take turns. Expansions know all bytes, and save them where it costs the least time. Rows
-        leave out some, so that a descent gets past assignments in which several nodes must change at once.
+        A result that fits the known rows may overflow new rows of their points. The next descent takes the expansions of all
+        rows, which leave out no bytes. The others take the rows: with fewer bytes to count they get past assignments in which
+        several nodes must change at once.
         """
-        self._cut(labels)
         cheapest_s = self.opening.least_s if self.opening.least_s < np.inf else 0.0
         least_s = LEAST_REPAIR * abs(cheapest_s) / self.planes.unit_bytes
-        price_s = max(2.0 * float(part.prices_s.max(initial=0.0)), least_s)
-        most_s = max(price_s, MOST_REPAIR / LEAST_REPAIR * least_s)
-        for turn in range(MAX_REPAIRS):
-            rows = near(self.planes.rows, labels) if turn % 2 else self.planes.rows
-            labels = self._descended(part, labels, rows, price_s)
-            if self.planes.of(labels)[0] >= self.cost_s or price_s > most_s:
-                return
+        price_s, rows = max(2.0 * float(part.prices_s.max(initial=0.0)), least_s), self.planes.rows
+        for _ in range(MAX_REPAIRS):
+            labels, rows = self._descended(part, labels, rows, price_s), self.planes.rows
             if not self.planes.fits(labels):
                 price_s = 4.0 * price_s
-            elif not self._offer(labels):
+            elif self._offer(labels):
+                rows = near(rows, labels)
+            else:
                 return
-
-    def _cut(self, labels: Labels) -> None:
-        """Adds the rows of an assignment's worst points, where the known rows of these points hold less."""
-        for row in self.violated(labels)[:ROWS_PER_ROUND]:
-            known = (one.total_bytes(labels) for one in self.planes.rows if one.name == row.name)
-            if row.total_bytes(labels) > (1 + ROUNDING) * max(known, default=-np.inf):
-                self.planes.add_row(row)
 
     def _descended(
         self, part: Relaxation, labels: Labels, rows: Sequence[MemoryConstraint], price_s: float
