@@ -384,23 +384,35 @@ class _Search:
             has_new_rows = answer.labels is not None and self._offer(part.trws.original(answer.labels))
 
     def _repair(self, part: Relaxation, labels: Labels) -> None:
-        """Descends from an assignment at ever higher prices of overflowing bytes, and offers each result that fits.
+        """Descends from an assignment at ever higher prices of overflowing bytes, and offers each result that fits. Ends
+        once an assignment costs more than the incumbent: higher prices make it no cheaper.
 
-        A result that fits the known rows may overflow new rows of their points. The next descent takes the expansions of all
-        rows, which leave out no bytes. The others take the rows: with fewer bytes to count they get past assignments in which
-        several nodes must change at once.
+        Once a result fits all known rows and overflows another row, rows and their expansions take turns. Expansions leave
+        out no bytes. Rows leave out some, and so get past assignments in which several nodes must change at once.
         """
+        self._cut(labels)
         cheapest_s = self.opening.least_s if self.opening.least_s < np.inf else 0.0
         least_s = LEAST_REPAIR * abs(cheapest_s) / self.planes.unit_bytes
-        price_s, rows = max(2.0 * float(part.prices_s.max(initial=0.0)), least_s), self.planes.rows
+        price_s, by_rows, has_missed = max(2.0 * float(part.prices_s.max(initial=0.0)), least_s), True, False
         for _ in range(MAX_REPAIRS):
-            labels, rows = self._descended(part, labels, rows, price_s), self.planes.rows
+            rows = self.planes.rows if by_rows else near(self.planes.rows, labels)
+            labels = self._descended(part, labels, rows, price_s)
+            if self.planes.of(labels)[0] >= self.cost_s:
+                return
             if not self.planes.fits(labels):
                 price_s = 4.0 * price_s
             elif self._offer(labels):
-                rows = near(rows, labels)
+                has_missed = True
             else:
                 return
+            by_rows = not (has_missed and by_rows)
+
+    def _cut(self, labels: Labels) -> None:
+        """Adds the rows of an assignment's worst points, where the known rows of these points hold less."""
+        for row in self.violated(labels)[:ROWS_PER_ROUND]:
+            known = (one.total_bytes(labels) for one in self.planes.rows if one.name == row.name)
+            if row.total_bytes(labels) > (1 + ROUNDING) * max(known, default=-np.inf):
+                self.planes.add_row(row)
 
     def _descended(
         self, part: Relaxation, labels: Labels, rows: Sequence[MemoryConstraint], price_s: float
