@@ -15,6 +15,7 @@ from functools import cached_property, partial, reduce
 
 import numpy as np
 
+from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import Phase
 from autoshard.search.ir.spec import Spec
 from autoshard.search.problem.costs import CostedGraph
@@ -221,33 +222,24 @@ class Memory:
         in_order = tuple((u, v, num_bytes) for (u, v), num_bytes in pairs.items())
         return MemoryConstraint(f"op {at}", total.in_order, fixed_bytes, pairs=in_order)
 
-    def _at(self, at: int) -> tuple[MemoryConstraint, list[tuple[LiveRange, Port]]]:
+    @memo
+    def _at(self, at: int) -> tuple[MemoryConstraint, tuple[tuple[LiveRange, Port], ...]]:
         """The memory at one program point that nodes and pairs of nodes decide, and the other values, with their sources:
         those that several readers share."""
-        if at not in self._points:
-            total, pairs, of_several = (
-                _Bytes(),
-                dict[tuple[int, int], np.ndarray](),
-                list[tuple[LiveRange, Port]](),
-            )
-            for i in self._alive(at):
-                item, source = self.items[i], self.items[i].source
-                if source is None:
-                    total.add(item.port.node, item.num_bytes * self._shares[i])
-                elif item.others:
-                    of_several.append((item, source))
-                else:
-                    more = self._shares[i][:, None] - self.costed.shares(source)
-                    key, num_bytes = (item.port.node, source.node), item.num_bytes * np.maximum(more, 0.0)
-                    pairs[key] = pairs[key] + num_bytes if key in pairs else num_bytes
-            in_order = tuple((u, v, num_bytes) for (u, v), num_bytes in pairs.items() if num_bytes.any())
-            self._points[at] = MemoryConstraint("", total.in_order, 0.0, pairs=in_order), of_several
-        return self._points[at]
-
-    @cached_property
-    def _points(self) -> dict[int, tuple[MemoryConstraint, list[tuple[LiveRange, Port]]]]:
-        """The results of `_at`."""
-        return {}
+        total, pairs = _Bytes(), dict[tuple[int, int], np.ndarray]()
+        of_several = list[tuple[LiveRange, Port]]()
+        for i in self._alive(at):
+            item, source = self.items[i], self.items[i].source
+            if source is None:
+                total.add(item.port.node, item.num_bytes * self._shares[i])
+            elif item.others:
+                of_several.append((item, source))
+            else:
+                more = self._shares[i][:, None] - self.costed.shares(source)
+                key, num_bytes = (item.port.node, source.node), item.num_bytes * np.maximum(more, 0.0)
+                pairs[key] = pairs[key] + num_bytes if key in pairs else num_bytes
+        in_order = tuple((u, v, num_bytes) for (u, v), num_bytes in pairs.items() if num_bytes.any())
+        return MemoryConstraint("", total.in_order, 0.0, pairs=in_order), tuple(of_several)
 
     def _alive(self, at: int) -> list[int]:
         """The live ranges that contain a program point."""
