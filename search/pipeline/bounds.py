@@ -140,20 +140,27 @@ class PipelineBounds:
     def least_s(self, one: Pipelines, num_stages: int | None) -> float:
         """Seconds of a step of pipelines with equal stages, at least; infinite where there are none. The number of stages
         may be given."""
+        if (told_s := self.told_s(one, num_stages)) == inf:
+            return inf
         total, size, m = self.cluster.num_devices, prod(one.shape), one.num_microbatches
         family, workers = FAMILIES[one.schedule], self._num_workers(one, num_stages)
         stages = workers * family.stages_each
-        if not workers or stages > self._most_stages or not family.suits(workers, m):
-            return inf
         passes, longest_s = self.work.passes(one.count, size), self.work.longest_s(one.count, size)
         cost = StageCost(*passes.times(1 / (total * m * family.stages_each)))
         busy_s = max(least_makespan_s(one.schedule, [cost] * stages, m, workers), m * longest_s)
         reduction_s = one.num_replicas * self._reduction_s(family.copies * one.num_replicas, size)
         once_s = family.copies * (self.work.once_s + reduction_s) / total
-        told_s = (
+        return max(busy_s + once_s, told_s)
+
+    def told_s(self, one: Pipelines, num_stages: int | None) -> float:
+        """Seconds in which the hosts hand out the tasks of a step; infinite where there are no such pipelines."""
+        family, workers = FAMILIES[one.schedule], self._num_workers(one, num_stages)
+        stages, m = workers * family.stages_each, one.num_microbatches
+        if not workers or stages > self._most_stages or not family.suits(workers, m):
+            return inf
+        return (
             0.0 if one.is_one_program else dispatch_s(one.schedule, m, ceil(stages / self.cluster.num_nodes))
         )
-        return max(busy_s + once_s, told_s)
 
     def _num_workers(self, one: Pipelines, num_stages: int | None) -> int:
         """Groups of devices, zero for none. Where each has a stage, replicas may be of several sizes: then as few as there

@@ -1,5 +1,6 @@
 """Values that all searches for pipelines of one step share: the step in parts, its bounds, and the time limit."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -44,6 +45,19 @@ class Prepared:
             )
         return self.parts[count]
 
+    def least_of(self, families: Iterable[Pipelines], num_stages: int | None) -> float:
+        """The least bound of several families. Those whose hosts take longer to hand out their tasks are not worked out."""
+        told_s, found_s = {family: self._told_s(family, num_stages) for family in families}, inf
+        for family in sorted(told_s, key=told_s.__getitem__):
+            if told_s[family] >= found_s:
+                break
+            found_s = min(found_s, self.least_s(family, num_stages))
+        return found_s
+
     def least_s(self, family: Pipelines, num_stages: int | None) -> float:
         """Seconds of a step of pipelines with equal stages, at least; 0 until the work of the step is known."""
         return 0.0 if self.bounds is None else self.bounds.least_s(family, num_stages)
+
+    def _told_s(self, family: Pipelines, num_stages: int | None) -> float:
+        """Seconds in which the hosts hand out the tasks of a step; 0 until the work of the step is known."""
+        return 0.0 if self.bounds is None else self.bounds.told_s(family, num_stages)

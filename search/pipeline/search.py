@@ -126,7 +126,8 @@ class PipelineSearch:
         Raises:
           InputError: no pipeline has these options.
         """
-        return min(map(self._least_s, self.meshes.counts()), default=inf)
+        families = (family for count in self.meshes.counts() for family in self._families_of(count))
+        return self.prepared.least_of(families, self.options.stages)
 
     def work_s(self) -> float:
         """Seconds of a step of any pipeline, at least, wherever its stages begin.
@@ -162,13 +163,15 @@ class PipelineSearch:
 
     def _families(self, count: int) -> Iterator[tuple[float, int, tuple[int, ...], str]]:
         """The families of a number of parts: bound, number of replicas, mesh of each, and schedule."""
+        for one in self._families_of(count):
+            least_s = self.prepared.least_s(one, self.options.stages)
+            yield least_s, one.num_replicas, one.shape, one.schedule
+
+    def _families_of(self, count: int) -> Iterator[Pipelines]:
+        """The families of a number of parts."""
         for num_replicas, shapes in self.meshes.of(count):
             for shape, name in product(shapes, self._names):
-                yield self._bounded_s(count, num_replicas, shape, name), num_replicas, shape, name
-
-    def _bounded_s(self, count: int, num_replicas: int, shape: tuple[int, ...], name: str) -> float:
-        family = Pipelines(name, count // num_replicas, num_replicas, shape)
-        return self.prepared.least_s(family, self.options.stages)
+                yield Pipelines(name, count // num_replicas, num_replicas, shape)
 
     @property
     def _names(self) -> Sequence[str]:
