@@ -1,6 +1,7 @@
 """The values that become arrays: XLA fuses ops into kernels, and stores only some values between them.
 
-XLA fuses elementwise ops into their readers, and those that only move elements: slices, pads, splits, concatenations.
+XLA fuses elementwise ops into their readers, reductions over windows, and ops that only move elements: slices, pads, splits,
+concatenations.
 So a light value (of an op that is no product, no look-up, no loop) is an array only if
 
 * an op that reads whole arrays needs it: a product, a loop, a result of the step; cuBLAS that adds a product to it;
@@ -57,6 +58,10 @@ LOOKUPS = frozenset({"gather", "dynamic_slice"})
 
 MOVES = frozenset({"slice", "pad", "split", "concatenate"})
 """Ops that only move elements: fused into their readers, as elementwise ops are, along any dimension."""
+
+POOLINGS = frozenset({"reduce_window_sum", "reduce_window_max", "reduce_window_min"})
+"""Reductions over windows, fused into their readers as elementwise ops are. Source: XLA, which lowers them element by
+element; on an H100 also the gradient of an average pooling, which sums windows over a gradient with zeros between."""
 
 EXPENSIVE = frozenset(
     {"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"}
@@ -163,7 +168,8 @@ class Fusion:
     def _is_fusible(self, i: int) -> bool:
         """Whether an op may be computed in its readers' kernels."""
         op = self.program.ops[i]
-        return self.folded.is_light[self.folded.class_of[i]] or (op.name in MOVES and not op.is_boundary)
+        is_light = self.folded.is_light[self.folded.class_of[i]]
+        return is_light or op.name in POOLINGS or (op.name in MOVES and not op.is_boundary)
 
     def _reduces(self, op_class: int) -> bool:
         return any(

@@ -30,7 +30,7 @@ from autoshard.search.ir.factors import Kind
 from autoshard.search.problem.convolution_copies import ConvolutionCopy
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.folding import FoldedProgram
-from autoshard.search.problem.fusion import Fusion, is_part
+from autoshard.search.problem.fusion import POOLINGS, Fusion, is_part
 from autoshard.search.problem.op_groups import OpGroup
 
 MAX_ROW = 1 << 14
@@ -110,7 +110,8 @@ class Kernels:
 def runs_alone(folded: FoldedProgram, op_class: int) -> bool:
     """Whether an op is a kernel of its own."""
     op = folded.op(op_class)
-    return not op.is_boundary and (op.name in _TOUCHED or not folded.is_light[op_class])
+    is_fused = folded.is_light[op_class] or op.name in POOLINGS
+    return not op.is_boundary and (op.name in _TOUCHED or not is_fused)
 
 
 def moved_alone(folded: FoldedProgram, op_class: int) -> tuple[tuple[Endpoint, float], ...]:

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.graph import Step
@@ -53,6 +54,11 @@ def sources(found: Fusion, name: str) -> list[str]:
     return [found.program.ops[found.maker[a][0]].name for a in sorted(found.sources[v])]
 
 
+def pooled(x, size):
+    """Sums over windows of the last dimension."""
+    return lax.reduce_window(x, 0.0, lax.add, (1, size), (1, size), "VALID")
+
+
 def trained(loss, params, *args):
     """What is stored of a step of plain gradient descent, up to the update."""
 
@@ -81,6 +87,13 @@ def trained(loss, params, *args):
         (lambda x: jnp.sin(jnp.pad(x, 1)[::2]) * 2.0, (X,), ["mul"]),
         (lambda x: jnp.sin(jnp.concatenate([jnp.cos(x), x * 2.0])) + 1.0, (X,), ["add"]),
         (lambda x: sum(jnp.split(jnp.sin(x), 2)), (X,), ["add"]),
+        (lambda x: pooled(jnp.sin(x), 4) * 2.0, (X,), ["mul"]),
+        (jax.grad(lambda x: jnp.sum(jnp.sin(pooled(jnp.exp(x), 4)))), (X,), ["mul"]),
+        (
+            lambda x, w: pooled(x @ w, 4).T @ x,
+            (X, W),
+            ["dot_general", "reduce_window_sum", "dot_general"],
+        ),
         (lambda x, i: (x * 2.0).at[i].get(mode="clip"), (X, LABELS), ["gather"]),
         (lambda x, k: x + jax.random.uniform(k, X.shape), (X, KEY), ["add"]),
     ],
@@ -97,6 +110,9 @@ def trained(loss, params, *args):
         "padded",
         "joined",
         "split",
+        "pooled",
+        "gradient of a pooling",
+        "pooled for a product",
         "look-up",
         "noise",
     ],
