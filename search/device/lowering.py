@@ -16,7 +16,7 @@ from math import prod
 from autoshard.cost_model.memo import memo
 from autoshard.search.device.handed_over import TurnedCopy, turned
 from autoshard.search.device.kernel_times import KernelTime, Times, of_collective
-from autoshard.search.device.sums_in_place import sums_in_place
+from autoshard.search.device.sums_of_products import sums_of_products
 from autoshard.search.device.workspace import Workspaces
 from autoshard.search.ir.sharding import ReshardStep, SharedPaths
 from autoshard.search.ir.spec import shard_shape
@@ -210,8 +210,9 @@ class _Lowering:
         self.mesh = costed.resharder.mesh
         self.at, self.num_made = 0, 0
         self.is_one_program = is_one_program
-        self.added = sums_in_place(live_ranges, self.paths, is_one_program)
-        self.additions = {u for u, _ in self.added.values()}
+        self.sums = sums_of_products(live_ranges, self.paths, is_one_program)
+        self.products = {one.addition: one.product for one in self.sums.values() if not one.is_in_place}
+        self.additions = {one.addition for one in self.sums.values()}
         self.places = live_ranges.places
         self.resharded = self._resharded()
         self.carried = self._carried()
@@ -235,7 +236,8 @@ class _Lowering:
             return
         read = self._reads(i)
         if i in self.additions:  # by the product that is added
-            self.sources |= dict.fromkeys(op.results, read)
+            summed = self.sources[self.products[i]] if i in self.products else read
+            self.sources |= dict.fromkeys(op.results, summed)
             return
         if op.results and self.live_ranges.fusion.shared_constants.issuperset(op.results):
             (v,) = op.results
@@ -316,10 +318,13 @@ class _Lowering:
 
     def _kernels(self, i: int, op: FlatOp, read: tuple[int, ...]) -> None:
         """Makes an op's own kernel, and the collectives that bring its results to rest."""
-        loops, addend = self._loops(i, op), self._addend(i)
-        read += addend
+        loops, one = self._loops(i, op), self.sums.get(i)
+        read += self.sources[one.addend] if one else ()
+        is_in_place = one is not None and one.is_in_place
         makes = tuple(
-            self._buffer(0.0 if addend else self._bytes_made(v), self.live_ranges.resident(v), loops, False)
+            self._buffer(
+                0.0 if is_in_place else self._bytes_made(v), self.live_ranges.resident(v), loops, False
+            )
             for v in op.results
         )
         self.sources |= {v: (b,) for v, b in zip(op.results, makes, strict=True)}
@@ -336,10 +341,6 @@ class _Lowering:
                 self.sources[v] = (self._launched(i, v, self.sources[v], summed, (), num_bytes),)
             for step in self.paths.to_rest(v):
                 self.sources[v] = self._taken(i, v, "", None, self.sources[v], step)
-
-    def _addend(self, i: int) -> tuple[int, ...]:
-        """The array over which a product that is added to it is written."""
-        return self.sources[self.added[i][1]] if i in self.added else ()
 
     def _reads(self, i: int) -> tuple[int, ...]:
         """The buffers that an op reads, also through its fused operands."""

@@ -77,8 +77,31 @@ def _wide(w, x):
     return jnp.mean((jax.nn.relu(x @ w[0]) @ w[1]) ** 2)
 
 
+def _pooled(w, x):
+    """The gradient of an average pooling is computed by the kernel that reads it, and never written."""
+    for kernel in w:
+        layout = ("NDHWC", "DHWIO", "NDHWC")
+        x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1, 1, 1), "SAME", dimension_numbers=layout))
+        x = lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 2, 1), (1, 2, 2, 2, 1), "VALID") / 8
+    return jnp.mean(x**2)
+
+
+def _residual_blocks(w, x):
+    """A product with a bias is written with the residual that it is added to; a later block reads the residual, too."""
+    for up, of_up, down, of_down in w:
+        x = x + (jax.nn.relu(x @ up + of_up) @ down + of_down)
+    return jnp.mean(x**2)
+
+
 BF16 = jnp.bfloat16
+BLOCK = [array(2048, 1024), array(1024), array(1024, 2048), array(2048)]
 STEPS = {
+    "pooled volumes": (
+        trained(_pooled),
+        [array(3, 3, 3, 3, 32), array(3, 3, 3, 32, 32)],
+        array(2, 64, 64, 64, 3),
+    ),
+    "residual blocks": (trained(_residual_blocks), [BLOCK] * 4, array(4096, 2048)),
     "gradients in parts": (_in_parts, [array(2048, 8192), array(8192, 2048)], array(4, 64, 2048)),
     "associative scan": (trained(_recurrence), array(256, 256), array(16, 1024, 256)),
     "graph": (

@@ -54,6 +54,33 @@ def readers(found: Lowered, num_bytes: int) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_a_product_is_written_with_the_array_that_it_is_added_to(is_biased):
+    """A residual block: the product and the sum are one array, and the array before stays for its other readers."""
+    x, w, bias = zeros((2048, 1024)), zeros((1024, 1024)), zeros((1024,))
+
+    def step(x, w, bias):
+        before = jnp.sin(x)
+        after = before + (before @ w + bias if is_biased else before @ w)
+        return after @ w, before.sum()
+
+    found = lowered(step, x, w, bias)
+    made = [k for k in found.kernels if any(found.buffers[b].num_bytes == x.nbytes for b in k.makes)]
+    ((before,), (after,), *_) = (k.makes for k in made)
+    assert [before in k.reads for k in made] == [False, True, False, False]
+    assert [after in k.reads for k in made] == [False, False, True, False]
+
+
+def test_an_array_that_is_not_as_large_as_the_sum_is_added_by_a_kernel():
+    x, w = zeros((2048, 1024)), zeros((1024, 1024))
+
+    def step(x, w):
+        row = jnp.sin(x).sum(0)
+        return jnp.tanh(x @ w + row) @ w, row
+
+    assert readers(lowered(step, x, w), x.nbytes) == [1, 1, 1, 0]
+
+
 def convolved(padding):
     def step(kernel, images):
         def loss(kernel):
