@@ -8,6 +8,7 @@ memory and the time of a step follow.
 Kernels of a loop's body stand between those before and after it; `loops` says in which loops a kernel is.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -120,6 +121,7 @@ class Kernel:
       loops: the loops of the step that it is in.
       nest: the iteration space of a fused kernel; None for others.
       root: the dimensions over which a fused kernel reduces, or the order in which one that copies writes.
+      parts: buffers of which it reads a slice alone, each with the slice.
       sliced: the stacks of which a matrix product reads a loop's part in place.
       turned: the copies of operands in another order that it needs if they are arguments of its program.
     """
@@ -134,6 +136,7 @@ class Kernel:
     loops: Loops
     nest: Hashable = None
     root: Sums | Copies | None = None
+    parts: tuple[tuple[int, Hashable], ...] = ()
     sliced: tuple[int, ...] = ()
     turned: tuple[TurnedCopy, ...] = ()
 
@@ -526,10 +529,25 @@ class _Lowering:
             time = replace(time, seconds=self._stacking_s(i))
         loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
         nest, root = self._nest(i) if makes else (None, None)
-        sliced = self._sliced(i) if workspaces else ()
+        sliced, parts = self._sliced(i) if workspaces else (), () if nest is None else self._parts(i)
         copies = () if self.is_one_program else tuple(self._turned(i, reads))
         return self._append(
-            Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, root, sliced, copies)
+            Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, root, parts, sliced, copies)
+        )
+
+    def _parts(self, i: int) -> tuple[tuple[int, Hashable], ...]:
+        """The buffers of which a fused kernel reads a slice alone."""
+        places = {
+            place for v in self.program.ops[i].operands for place in self.live_ranges.fusion.places_of(v)
+        }
+        slices = defaultdict[int, set[Hashable]](set)
+        for v, path in places:
+            for b in self.sources.get(v, ()):
+                slices[b].add(path)
+        return tuple(
+            (b, next(iter(paths)))
+            for b, paths in sorted(slices.items())
+            if len(paths) == 1 and () not in paths
         )
 
     def _stacking_s(self, i: int) -> float:

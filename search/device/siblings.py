@@ -6,6 +6,8 @@ Sums are merged with sums over the same dimensions, and with kernels over the wh
 not exist before: the kernel that makes it sums it up as well, so no array is kept for the gradient of a bias. A kernel
 that makes an array also writes it in the order in which a product needs it.
 
+Kernels that read different slices of an array stay apart.
+
 A copy to the host needs an array, even if the array's other reader could compute it on the fly. That array is one more
 result of the reader's kernel. So an optimizer's new state is in memory all at once.
 """
@@ -38,15 +40,22 @@ def merged(lowered: Lowered) -> Lowered:
     return replace(lowered, kernels=tuple(renumbered(kernels, number)))
 
 
-def _shareable(lowered: Lowered, kernel: Kernel) -> frozenset[int]:
-    """The buffers by which a kernel may become one with another: both read it, or one reads it and the other makes it."""
+def _shareable(lowered: Lowered, kernel: Kernel) -> frozenset[Hashable]:
+    """The buffers, or slices of them, by which a kernel may become one with another: both read it, or one reads it and the
+    other makes it."""
     touched = {*kernel.reads, *kernel.makes}
     large = {b for b in touched if lowered.buffers[b].num_bytes >= LEAST_BYTES}
-    return frozenset(large | (lowered.copied & touched))
+    return _as_read(kernel, large) | (lowered.copied & touched)
+
+
+def _as_read(kernel: Kernel, buffers: set[int]) -> frozenset[Hashable]:
+    """The buffers; those of which a kernel reads a slice alone, with the slice."""
+    slices = dict(kernel.parts)
+    return frozenset((b, slices[b]) if b in slices else b for b in buffers)
 
 
 def _merge_into_last(
-    lowered: Lowered, order: list[list[int]], nest_of: Sequence[int], shareable: Sequence[frozenset[int]]
+    lowered: Lowered, order: list[list[int]], nest_of: Sequence[int], shareable: Sequence[frozenset[Hashable]]
 ) -> None:
     """Merges siblings into the last group of an order of groups; groups that depend on one of them move behind it."""
     here, group = len(order) - 1, order[-1]
@@ -78,10 +87,14 @@ def _are_one(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool
         return _hands_on(lowered, one, other) or _goes_on(lowered, one, other)
     if any(isinstance(root, Copies) for root in roots):
         return False
-    read = {r for k in one for r in lowered.kernels[k].reads} & {
-        r for k in other for r in lowered.kernels[k].reads
-    }
-    return any(lowered.buffers[r].num_bytes >= LEAST_BYTES for r in read)
+    return not _read_by(lowered, one).isdisjoint(_read_by(lowered, other))
+
+
+def _read_by(lowered: Lowered, some: Sequence[int]) -> set[Hashable]:
+    """The large buffers, or slices of them, that some kernels read."""
+    kernels = [lowered.kernels[k] for k in some]
+    large = [{b for b in kernel.reads if lowered.buffers[b].num_bytes >= LEAST_BYTES} for kernel in kernels]
+    return {one for kernel, buffers in zip(kernels, large, strict=True) for one in _as_read(kernel, buffers)}
 
 
 def _goes_on(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
@@ -128,6 +141,7 @@ def _one(members: Sequence[Kernel]) -> Kernel:
         first,
         position=max(m.position for m in members),
         reads=tuple(dict.fromkeys(b for m in members for b in m.reads if b not in makes)),
+        parts=(),
         makes=makes,
         after=tuple(dict.fromkeys(n for m in members for n in m.after)),
         time=sum((other.time for other in others), first.time),

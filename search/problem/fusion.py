@@ -209,11 +209,11 @@ class Fusion:
         is_taken = op.name in ("slice", "split") and not op.is_boundary
         if not is_taken and not any(o in self._places for o in op.operands):
             return frozenset()
-        below: Places = frozenset().union(*map(self._places_of, op.operands))
+        below: Places = frozenset().union(*map(self.places_of, op.operands))
         return frozenset((a, (*path, v)) for a, path in below) if is_taken else below
 
-    def _places_of(self, v: int) -> "Places":
-        """The places of a value's elements; a value that a later iteration makes has none yet."""
+    def places_of(self, v: int) -> "Places":
+        """The places from which a value's elements are read; a value that a later iteration makes has none yet."""
         return self._places.get(v) or frozenset((a, ()) for a in self.sources.get(v, ()))
 
     def _is_spread(self, v: int) -> bool:

@@ -71,6 +71,18 @@ def test_a_product_is_written_with_the_array_that_it_is_added_to(is_biased):
     assert [after in k.reads for k in made] == [False, False, True, False]
 
 
+def test_a_kernel_that_reads_a_slice_alone_says_which():
+    x, w = zeros((2048, 1024)), zeros((512, 512))
+
+    def step(x, w):
+        one, other = jnp.split(jnp.sin(x), 2, axis=1)
+        return jnp.cos(one) @ w, jnp.tanh(other) @ w, jnp.sin(x) @ x.T
+
+    found = lowered(step, x, w)
+    slices = [k.parts for k in found.kernels if k.nest is not None and k.parts]
+    assert len(slices) == len({*slices}) == 2
+
+
 def test_an_array_that_is_not_as_large_as_the_sum_is_added_by_a_kernel():
     x, w = zeros((2048, 1024)), zeros((1024, 1024))
 

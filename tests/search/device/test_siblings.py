@@ -73,6 +73,13 @@ def test_others_are_left_apart(other):
     assert merged(program).kernels == program.kernels
 
 
+@pytest.mark.parametrize("other", ["second half", "first half"])
+def test_kernels_that_read_different_slices_of_an_array_stay_apart(other):
+    first = replace(over("rows", 0, [0], [1]), parts=((0, "first half"),))
+    program = lowered(first, replace(over("rows", 1, [0], [2]), parts=((0, other),)))
+    assert len(merged(program).kernels) == (1 if other == "first half" else 2)
+
+
 def test_a_small_array_makes_no_siblings():
     program = Lowered(
         (over("rows", 0, [0], [1]), over("rows", 1, [0], [2])), (buffer(LEAST_BYTES - 1), LARGE, LARGE)
