@@ -8,7 +8,8 @@ So a light value (of an op that is no product, no look-up, no loop) is an array 
 * its order of dimensions differs from that of the op that reads it (`search.problem.layouts`);
 * it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays, of `MAX_FUSION_OPERANDS` of
   any size, or of one at more than `MAX_PLACES` places;
-* it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap.
+* it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap;
+* it is computed from a reduction over windows, and several kernels read it.
 
 A scatter computes its updates on the fly, and writes over the array that they are added to. An operand that a product
 or a convolution reads in another order or with zeros around it is computed by the kernel that writes that copy
@@ -60,8 +61,9 @@ MOVES = frozenset({"slice", "pad", "split", "concatenate"})
 """Ops that only move elements: fused into their readers, as elementwise ops are, along any dimension."""
 
 POOLINGS = frozenset({"reduce_window_sum", "reduce_window_max", "reduce_window_min"})
-"""Reductions over windows, fused into their readers as elementwise ops are. Source: XLA, which lowers them element by
-element; on an H100 also the gradient of an average pooling, which sums windows over a gradient with zeros between."""
+"""Reductions over windows, fused into their reader as elementwise ops are, but computed once if several kernels read them.
+Source: XLA on an H100, which lowers them element by element; so also the gradient of an average pooling, which sums windows
+over a gradient with zeros between. (Behind a norm it stores that gradient as a rule, not always.)"""
 
 EXPENSIVE = frozenset(
     {"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"}
@@ -153,12 +155,16 @@ class Fusion:
         self.computed_in = self._computed_in()
         self.sources: dict[int, frozenset[int]] = {}
         self._places: dict[int, Places] = {}  # of those that are read through slices
+        self._pooled = set[int]()
         for i, op in enumerate(self.program.ops):
             for v in op.results:
                 if places := self._places_read(i, v):
                     self._places[v] = places
+                if op.name in POOLINGS or not self._pooled.isdisjoint(op.operands):
+                    self._pooled.add(v)
                 self.sources[v] = self._sources(i, v)
                 if v in self.sources[v]:
+                    self._pooled.discard(v)
                     self._places.pop(v, None)
 
     def is_stored(self, v: int) -> bool:
@@ -196,7 +202,25 @@ class Fusion:
         is_many = len(large) > MAX_FUSION_SOURCES and not (op.phase is Phase.UPDATE or self._is_added_on(v))
         is_many |= len(below) >= MAX_FUSION_OPERANDS
         is_shared = is_expensive and len(self.computed_in[v]) > 1
+        is_shared |= v in self._pooled and self._is_computed_in_several(v)
         return own if is_many or is_shared or self._is_spread(v) else below
+
+    def _is_computed_in_several(self, v: int) -> bool:
+        """Whether several ops read a value, and end in several kernels."""
+        return len({*self.uses.get(v, ())}) > 1 and len(self._ends(v)) > 1
+
+    def _ends(self, v: int) -> frozenset[int]:
+        """The ops that store what is computed from a value."""
+        found, seen, left = set[int](), {v}, [v]
+        while left:
+            for u in self.uses.get(left.pop(), ()):
+                results = self.program.ops[u].results
+                if not self._is_fusible(u) or any(self._is_wanted(u, r) for r in results):
+                    found.add(u)
+                else:
+                    left += [r for r in results if r not in seen]
+                    seen.update(results)
+        return frozenset(found)
 
     def _is_added_on(self, v: int) -> bool:
         """Whether a value is a sum of gradients that is only an operand of the next sum."""

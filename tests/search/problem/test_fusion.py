@@ -121,6 +121,17 @@ def test_what_is_stored(step, args, wanted):
     assert arrays(step, *args) == wanted
 
 
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_windows_are_summed_once_for_all_kernels(is_pooled):
+    """As XLA does with the gradient of a pooling behind a group norm; other light values it computes in each kernel anew."""
+
+    def centred(x):
+        y = jnp.cos(pooled(x, 4) if is_pooled else x * 2.0)
+        return y - jnp.sum(y, 1, keepdims=True)
+
+    assert arrays(centred, X) == [*["cos"] * is_pooled, "reduce_sum", "sub"]
+
+
 def test_what_is_not_stored_is_computed_from_the_arrays_behind_it():
     found = fusion(lambda x, w: jnp.cos(jnp.sin(x @ w).T + jnp.sum(x)) * 2.0, X, W)
     assert sources(found, "sin") == sources(found, "transpose") == ["dot_general"]
