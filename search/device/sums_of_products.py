@@ -5,8 +5,7 @@ before, if nothing else reads the product (`GemmRewriter`). Then the product has
 kernel. If nothing reads the array afterwards, the sum is written over it: gradients of microbatches are added up so, and so
 are several products of one gradient. Otherwise the sum is a new array, as after a residual block.
 
-Where programs of a pipeline's stages pass the array from one to the next, as sums over microbatches, nothing is added in
-place.
+Where programs of a pipeline's stages pass the array from one to the next, as sums over microbatches, no product is added so.
 """
 
 from collections.abc import Iterator
@@ -62,8 +61,10 @@ class _Sums:
             if i is None:
                 continue
             product, addend = op.operands[n], op.operands[1 - n]
+            if not self._exists(addend, i, u) or self._is_handed_on(addend):
+                continue
             is_in_place = self._is_overwritten(addend, u)
-            if self._exists(addend, i, u) and (is_in_place or self._is_as_large(addend, u)):
+            if is_in_place or self._is_as_large(addend, u):
                 self.sums.update(op.results if is_in_place else ())
                 yield i, Sum(u, product, addend, is_in_place)
 
@@ -105,6 +106,9 @@ class _Sums:
         """Whether only an addition reads an array until their loop ends."""
         maker, loops = self.program.ops[self.maker[v][0]], self.live_ranges.loops_at
         start, end = loops[u][0] if loops[u] else (0, len(self.program.ops))
-        is_handed_over = maker.name == "input" or (maker.is_accumulator and not self.is_one_program)
         is_free = all(reader == u or not start <= reader < end for reader in self.uses[v])
-        return is_free and not is_handed_over and not self.paths.to_rest(v)
+        return is_free and maker.name != "input" and not self.paths.to_rest(v)
+
+    def _is_handed_on(self, v: int) -> bool:
+        """Whether programs of a stage pass an array from one to the next, as sums over microbatches."""
+        return self.program.ops[self.maker[v][0]].is_accumulator and not self.is_one_program
