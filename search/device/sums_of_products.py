@@ -5,7 +5,8 @@ before, if nothing else reads the product (`GemmRewriter`). Then the product has
 kernel. If nothing reads the array afterwards, the sum is written over it: gradients of microbatches are added up so, and so
 are several products of one gradient. Otherwise the sum is a new array, as after a residual block.
 
-Where programs of a pipeline's stages pass the array from one to the next, as sums over microbatches, no product is added so.
+Sums over microbatches that programs of a pipeline's stages pass from one to the next are left out: no product is added to
+them in this way.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
 """The values that become arrays: XLA fuses ops into kernels, and stores only some values between them.
 
-XLA fuses elementwise ops into their readers, reductions over windows, and ops that only move elements: slices, pads, splits,
-concatenations.
-So a light value (of an op that is no product, no look-up, no loop) is an array only if
+XLA fuses elementwise ops, reductions over windows, and ops that only move elements (slices, pads, splits, concatenations)
+into their readers. So a light value (of an op that is no product, no look-up, no loop) is an array only if
 
 * an op that reads whole arrays needs it: a product, a loop, a result of the step; cuBLAS that adds a product to it;
 * its order of dimensions differs from that of the op that reads it (`search.problem.layouts`);
@@ -62,8 +61,8 @@ MOVES = frozenset({"slice", "pad", "split", "concatenate"})
 
 POOLINGS = frozenset({"reduce_window_sum", "reduce_window_max", "reduce_window_min"})
 """Reductions over windows, fused into their reader as elementwise ops are, but computed once if several kernels read them.
-Source: XLA on an H100, which lowers them element by element; so also the gradient of an average pooling, which sums windows
-over a gradient with zeros between. (Behind a norm it stores that gradient as a rule, not always.)"""
+Source: programs that XLA compiled for an H100. The gradient of an average pooling is one of them: it sums windows over a
+gradient with zeros between. Behind a norm XLA mostly stores it."""
 
 EXPENSIVE = frozenset(
     {"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"}
