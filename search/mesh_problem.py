@@ -43,7 +43,7 @@ from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock
 from autoshard.search.solver.neighbourhoods import reoptimised
 from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
-from autoshard.search.tightening import BLIND, MAX_ROWS, Round, tightened
+from autoshard.search.tightening import MAX_ROWS, Round, tightened
 
 RELATIVE_GAP = 5e-3
 """Plans within this share of the optimum count as optimal, because the cost model is not finer."""
@@ -62,11 +62,12 @@ NO_CAP = 1 << 62
 ROUNDING = 1e-9
 """Relative error of sums of the same bytes in another order."""
 
-MAX_TIGHTENINGS = 10
-"""Number of times that the solver is told that its plan does not fit. Source: a choice of ours; once is usually enough."""
+FIRST_SHARE = 0.25
+"""Share of the time that the solver gets under the cap itself. Kernels often need more, and then the time is better spent on
+lower limits."""
 
-ROUND_SHARE = 0.75
-"""Share of the time left that the solver gets before the kernels are simulated. The rest is for later rounds."""
+ROUND_SHARE = 0.5
+"""Share of the time left that the solver gets in a later round."""
 
 NEARLY_FITS = 1.1
 """If kernels need less than this multiple of the cap, more rounds are worth additional time. Source: a choice of ours;
@@ -371,41 +372,52 @@ class MeshProblem:
         """
         deadline = Deadline.after(time_limit_s, self.clock)
         last = Deadline.after(time_limit_s + EXTRA_S, self.clock)
+        best = None
 
-        def propose(
-            solver_limit_bytes: float, rows: Sequence[MemoryConstraint]
-        ) -> Round[tuple[branch_and_bound.Solution, Prediction | None]] | None:
-            left_s = max(ROUND_SHARE * deadline.left_s, LEAST_ROUND_S)
+        def asked(
+            under_bytes: float, rows: Sequence[MemoryConstraint], left_s: float, known: Known
+        ) -> _Asked:
+            beat_s = best[0].cost_s if best else cutoff_s
+            solution = self.solve(kept, int(under_bytes), left_s, beat_s, rows, relative_gap, known)
+            return self._asked(solution, limit_bytes, surely_fits_bytes)
+
+        def propose(under_bytes: float, rows: Sequence[MemoryConstraint]) -> _Asked | None:
+            if under_bytes == limit_bytes and not rows:
+                return _under_cap(partial(asked, limit_bytes, ()), limit_bytes, deadline, known)
             try:
-                solution = self.solve(
-                    kept, int(solver_limit_bytes), left_s, cutoff_s, rows, relative_gap, known
-                )
+                return asked(under_bytes, rows, max(ROUND_SHARE * deadline.left_s, LEAST_ROUND_S), known)
             except NoFitError:
-                is_first = solver_limit_bytes == limit_bytes and not rows
-                if is_first or last.is_over:
+                if last.is_over:
                     raise
                 return None
-            held_bytes = self.memory.peak(solution.labels).num_bytes
-            if held_bytes < surely_fits_bytes:
-                return Round((solution, None), held_bytes, held_bytes)
-            return self._round(solution, solution.labels, limit_bytes)
 
-        rounds = tightened(propose, limit_bytes, MAX_TIGHTENINGS)
+        rounds = tightened(propose, limit_bytes, self.memory.least_bytes(kept))
         nearest = first = next(rounds)
         bound_s = first.proposal[0].bound_s
         with suppress(NoFitError):
             for latest in chain((first,), rounds):
                 solution, found = latest.proposal
                 if latest.needed_bytes <= limit_bytes:
-                    return replace(solution, bound_s=bound_s), found
+                    best = latest.proposal
                 nearest = min(nearest, latest, key=lambda one: one.needed_bytes)
                 is_hardly_faster = solution.cost_s >= (1 - RELATIVE_GAP) * cutoff_s
-                is_near = latest.needed_bytes <= NEARLY_FITS * limit_bytes
+                is_near = best is None and nearest.needed_bytes <= NEARLY_FITS * limit_bytes
                 if is_hardly_faster or (last if is_near else deadline).is_over:
                     break
+        if best:
+            return replace(best[0], bound_s=bound_s), best[1]
         solution, found = nearest.proposal
         assert found is not None, "the kernels were asked"
         raise TooLargeError(solution.labels, found, limit_bytes, bound_s=bound_s)
+
+    def _asked(
+        self, solution: branch_and_bound.Solution, limit_bytes: int, surely_fits_bytes: float
+    ) -> "_Asked":
+        """A solution with the memory of its kernels, unless it surely fits."""
+        held_bytes = self.memory.peak(solution.labels).num_bytes
+        if held_bytes < surely_fits_bytes:
+            return Round((solution, None), held_bytes, held_bytes)
+        return self._round(solution, solution.labels, limit_bytes)
 
     def smallest_peak(self, kept: Sequence[np.ndarray], time_limit_s: float) -> tuple[Labels, Peak]:
         """The kept strategies of the smallest peak that was found, and the peak: the larger one of program order and
@@ -417,15 +429,18 @@ class MeshProblem:
         whole = Deadline.after(time_limit_s, self.clock)
         deadline, found = whole.share(1 / 2), [*self._smallest_by_rule(kept)]
 
-        def propose(_: float, rows: Sequence[MemoryConstraint]) -> Round[tuple[Labels, Prediction]]:
+        def propose(rows: Sequence[MemoryConstraint]) -> Round[tuple[Labels, Prediction]]:
             labels = self._near_smallest(kept, rows, deadline)
             return self._round(labels, labels, 0.0)
 
-        for latest in tightened(propose, self.memory.least_bytes(kept), MAX_ROWS):
+        rows = ()
+        for _ in range(1 + MAX_ROWS):
+            latest = propose(rows)
             labels, predicted = latest.proposal
             found.append((labels, self.larger_peak(labels, predicted)))
-            if latest.needed_bytes <= BLIND * latest.expected_bytes or deadline.is_over:
+            if latest.blind_row is None or not latest.is_missed(latest.expected_bytes) or deadline.is_over:
                 break
+            rows = (*rows, latest.blind_row())
         labels, peak = min(found, key=lambda one: one[1].num_bytes)
         return self._lowered(kept, labels, peak, whole)
 
@@ -624,6 +639,44 @@ class MeshProblem:
             return tuple(restricted_row(row, kept) for row in (*rows, *scaled))
 
         return violated
+
+
+type _Asked = Round[tuple[branch_and_bound.Solution, Prediction | None]]
+"""A solution, with the prediction of its kernels if they were asked."""
+
+
+def _under_cap(
+    solve: Callable[[float, Known], _Asked], limit_bytes: int, deadline: Deadline, known: Known
+) -> _Asked:
+    """The solution under the cap itself, with a lower bound. It gets a share of the time, and the rest if it fits or if no
+    row of memory was in its way.
+
+    Args:
+      solve: the best solution in so many seconds, from a warm start and a bound.
+      limit_bytes: the cap per device.
+      deadline: the end of the time.
+      known: a warm start and a bound.
+
+    Raises:
+      NoFitError: no strategies were found.
+    """
+    early = deadline.share(FIRST_SHARE)
+    try:
+        first = solve(max(early.left_s, LEAST_ROUND_S), known)
+    except NoFitError as e:
+        if e.num_rows or not early.is_over:
+            raise
+        return solve(deadline.left_s, replace(known, bound_s=max(e.bound_s, known.bound_s)))
+    solution, found = first.proposal
+    if first.needed_bytes > limit_bytes or not early.is_over:
+        return first
+    with suppress(NoFitError):
+        longer = solve(deadline.left_s, replace(known, bound_s=max(solution.bound_s, known.bound_s)))
+        if longer.needed_bytes <= limit_bytes and longer.proposal[0].cost_s <= solution.cost_s:
+            return longer
+        bound_s = max(solution.bound_s, longer.proposal[0].bound_s)
+        return replace(first, proposal=(replace(solution, bound_s=bound_s), found))
+    return first
 
 
 def _original(kept: Sequence[np.ndarray], chosen: Sequence[int]) -> tuple[int, ...]:

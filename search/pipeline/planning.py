@@ -6,6 +6,7 @@ stages. The programs of the stages, the specs of their values and all estimates 
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from math import inf
 
 from autoshard.cost_model.errors import InfeasibleError, PlanError
@@ -63,7 +64,7 @@ def find(
         return Round(pipeline, promised_bytes, _needed_bytes(pipeline))
 
     smallest_bytes, usable_bytes = inf, options.memory_share * options.memory_bytes
-    for latest in tightened(propose, usable_bytes, MAX_ROUNDS):
+    for latest in islice(tightened(propose, usable_bytes), MAX_ROUNDS):
         if latest.needed_bytes <= usable_bytes:
             return latest.proposal.with_plan(cluster=cluster.to_json(), search_s=watch.seconds)
         smallest_bytes = min(smallest_bytes, latest.needed_bytes)

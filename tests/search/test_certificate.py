@@ -329,5 +329,5 @@ def test_the_solver_gets_less_than_what_is_left(monkeypatch):
     with pytest.raises(NoFitError):
         on_mesh.fitting(all_of(on_mesh), int(PEAKS[-1]), 16.0)
     assert len(given_s) > 2
-    assert given_s[:3] == pytest.approx([12.0, 3.0, 0.75])
+    assert given_s[:3] == pytest.approx([4.0, 6.0, 3.0])
     assert sum(given_s) < 16.0
