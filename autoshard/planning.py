@@ -18,7 +18,6 @@ from autoshard.cost_model.xla.gpu_targets import NEWEST, compute_capability
 from autoshard.options import Options
 from autoshard.pins import ANYWHERE, PinnedLayout, allowed, pinned
 from autoshard.search import driver, explanation
-from autoshard.search.host_arguments import HostArguments
 from autoshard.search.ir._jax_kernels import Target, cudnn_for
 from autoshard.search.ir.factors.attention import RULES as ATTENTION
 from autoshard.search.ir.graph import Op, Step, walk
@@ -34,6 +33,7 @@ from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.text_table import few
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.op_rules import primitives_without_rule
+from autoshard.search.space.host_arguments import HostArguments
 from autoshard.user_warning import warn
 
 LARGE_BYTES = 1 << 20

@@ -21,8 +21,8 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.solver.clock import WorkClock
-from autoshard.search.step_search import StepSearch
-from autoshard.search.trials import Trials
+from autoshard.search.space.queue import Queue
+from autoshard.search.space.trials import Trials
 from benchmarks.experts import CLUSTERS, MODELS
 
 LEAST_SHARE = 0.03
@@ -66,7 +66,7 @@ def compare(model: str, preset: str, share: float) -> None:
     options = Options(int(share * cluster.device_memory_limit()))
     clock, marks = ComparedClock(), [""] * len(step.arguments)
     try:
-        StepSearch(Trials(step, marks, cluster, options, lambda line: None, clock)).run()
+        Queue(Trials(step, marks, cluster, options, lambda line: None, clock)).run()
     except InfeasibleError:
         print("nothing fits:", end=" ")
     whole_s = sum(clock.processor_s.values())

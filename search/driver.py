@@ -1,6 +1,6 @@
 """The search: from a traced step and a cluster to a plan.
 
-`find` returns the best plan of `search.step_search`. A deep step is searched as a shortened one
+`find` returns the best plan of `search.space.queue`. A deep step is searched as a shortened one
 (`search.problem.shortening`), and the strategies are carried to the whole step. `apply` takes a loaded plan: it prices,
 solves and checks the step in the way of a search, with the plan's decisions as the only strategies.
 """
@@ -17,19 +17,10 @@ import jax
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh
-from autoshard.search.found import Found, NotFasterError, Rival
 from autoshard.search.garbage import uncollected
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES
-from autoshard.search.long_sequences import (
-    BLOCKWISE,
-    holds_too_much,
-    least_as_written_s,
-    least_in_blocks_s,
-    seem_faster,
-    without_ring,
-)
 from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.mesh_problem import RELATIVE_GAP, Known, MeshProblem, StepProblem, TooLargeError
@@ -52,10 +43,19 @@ from autoshard.search.problem.shortening import Shortened, shortened
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, WorkClock
 from autoshard.search.solver.pbqp import Labels
-from autoshard.search.step_search import StepSearch
+from autoshard.search.space.found import Bounds, Found, NotFasterError, Rival
+from autoshard.search.space.long_sequences import (
+    BLOCKWISE,
+    holds_too_much,
+    least_as_written_s,
+    least_in_blocks_s,
+    seem_faster,
+    without_ring,
+)
+from autoshard.search.space.queue import Queue
+from autoshard.search.space.trials import Trials
+from autoshard.search.space.warm_starts import for_whole_step, passed_between_layers
 from autoshard.search.stopwatch import Stopwatch
-from autoshard.search.trials import Bounds, Trials
-from autoshard.search.warm_starts import for_whole_step, passed_between_layers
 
 UNUSED_SHARE = 0.1
 """If residuals are offloaded and this share of the cap stays unused, the whole step is searched for a plan that
@@ -348,12 +348,12 @@ def _found(
     searched = short.step if short else step
     marks = pin_marks(searched, options.pins or {})
     trials = Trials(searched, marks, cluster, options, progress, options.new_clock(), watch, rival)
-    search = StepSearch(trials)
+    search = Queue(trials)
     best = search.run()
-    found = _finished(step, best, cluster, options, search.shapes, watch, short)
-    bounds_s = search.bounds_s
-    tried = search.trials.tried.candidates(best, bounds_s)
-    found = replace(found, uncapped_bounds_s=search.uncapped_bounds_s)
+    bounds_s = search.certificate.bounds_s(best)
+    found = _finished(step, best, cluster, options, tuple(bounds_s), watch, short)
+    tried = trials.tried.candidates(best, bounds_s)
+    found = replace(found, uncapped_bounds_s=search.certificate.uncapped_s)
     return found.with_plan(candidates=tried).bounded(min(bounds_s.values()))
 
 

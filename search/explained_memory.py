@@ -37,8 +37,8 @@ from autoshard.search.plan.explained import (
 )
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.retention import RetentionCodec
-from autoshard.search.recomputation import HIDING_SHARE, VISIBLE_SHARE
 from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.space.rewrites import HIDING_SHARE, VISIBLE_SHARE
 
 LIMIT_S = 5.0
 """Nominal seconds for each problem that is solved. Source: a choice of ours; a user waits for it."""

@@ -24,7 +24,6 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.driver import SearchResult
 from autoshard.search.explained_memory import MemoryPrices, pinned
-from autoshard.search.found import Found
 from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, MeshProblem
 from autoshard.search.plan.estimates import estimate
 from autoshard.search.plan.explained import (
@@ -39,6 +38,7 @@ from autoshard.search.plan.explained import (
 from autoshard.search.plan.values import Estimates
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.pbqp import Labels, Problem
+from autoshard.search.space.found import Found
 
 LIMIT_S = 10.0
 """Nominal seconds for each problem that is solved for an explanation. Source: a choice of ours; a user waits for it."""

@@ -92,6 +92,16 @@ class Options:
         """Seconds for the solver, by the clock that `new_clock` makes."""
         return self.nominal_s if self.time_limit_s is None else self.time_limit_s
 
+    @property
+    def may_recompute(self) -> bool:
+        """True if the search may recompute ops."""
+        return self.remat != "never"
+
+    @property
+    def may_offload_residuals(self) -> bool:
+        """True if the search may offload residuals to the host."""
+        return self.offload is None or (not isinstance(self.offload, str) and RESIDUALS in self.offload)
+
     def until(self, deadline: Deadline) -> "Options":
         """The options of another search for the same step, with the seconds that are left, on the deadline's clock.
 

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.driver import find, find_as_written
 from autoshard.search.ir.trace import trace
-from autoshard.search.long_sequences import least_as_written_s, least_in_blocks_s
 from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.mesh_problem import RELATIVE_GAP, StepProblem
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, LATEST, Options
 from autoshard.search.solver.clock import WorkClock
+from autoshard.search.space.long_sequences import least_as_written_s, least_in_blocks_s
 from tests.attentions import MASKS, by_softmax, layer_shapes, layer_step
 
 PLENTY = 1 << 42

@@ -16,7 +16,7 @@ from autoshard.search import driver
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
-from autoshard.search.step_search import MAX_MICROBATCHES
+from autoshard.search.space.queue import MAX_MICROBATCHES
 
 CLUSTER = parse_cluster("8xCPU")
 WIDTHS, BATCH = (64, *(128,) * 4, 64), 1 << 14

@@ -29,7 +29,7 @@ from autoshard.search.problem import shortening
 from autoshard.search.problem.equivalence import blocks, places
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
-from autoshard.search.warm_starts import for_whole_step, passed_between_layers, unlike_neighbours
+from autoshard.search.space.warm_starts import for_whole_step, passed_between_layers, unlike_neighbours
 from tests import zoo
 from tests.decisions import with_decisions
 

@@ -5,7 +5,7 @@ from autoshard.search.ir.graph import Phase
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.solver.clock import WorkClock
-from autoshard.search.trials import Trials
+from autoshard.search.space.trials import Trials
 from tests.search.adamw import adamw_chain
 
 STEP = trace(*adamw_chain(num_layers=2, width=64, rows=16))

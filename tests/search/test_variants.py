@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search.variants import MISSES_BY, SECOND_ADDS, SLOPE_SHARE, Saving, Variant, Variants
+from autoshard.search.space.variants import MISSES_BY, SECOND_ADDS, SLOPE_SHARE, Saving, Variant, Variants
 
 CLUSTER = parse_cluster("8xH100-80GB")
 STATE = ("optimizer_state",)
@@ -21,9 +21,7 @@ def variants(cap_gib, savings=SAVINGS):
     """A step of 1 s with 8 GiB of activations, 4 of optimizer state and 4 of parameters and gradients."""
     arguments = {"optimizer_state": 4.0 * GIB, "parameters": 2.0 * GIB}
     fetched = {"optimizer_state": 0.5 * GIB}
-    return Variants(
-        CLUSTER, cap_gib * GIB, 1.0, 8.0 * GIB, 8.0 * GIB, arguments, fetched, list(savings), list(ALL)
-    )
+    return Variants(CLUSTER, cap_gib * GIB, 1.0, 8.0 * GIB, 8.0 * GIB, arguments, fetched, list(savings))
 
 
 def copied_s(visible):
@@ -50,24 +48,18 @@ def test_arguments_on_the_host_add_the_copies_that_computation_cannot_hide():
     )  # a copy needs room
 
 
-def test_the_fastest_variant_comes_first():
-    found = variants(12)
-    order = [found.next(math.inf) for _ in ALL]
-    seconds = [variants(12).seconds(one) for one in order]
-    assert set(order) == set(ALL)
-    assert seconds == sorted(seconds)
-    assert found.next(math.inf) is None
+def test_more_microbatches_and_more_on_the_host_need_the_least_memory():
+    assert min(ALL, key=variants(12).least_bytes) == Variant(8, STATE)
 
 
-def test_without_an_estimate_the_least_memory_comes_first():
-    assert variants(1, savings=()).next(math.inf) == Variant(8, STATE)
-    assert variants(12).smallest() == Variant(8, STATE)
+def test_a_variant_that_may_fit_has_an_estimate_with_slack():
+    assert variants(11.9, savings=()).seconds(Variant(2)) == math.inf
+    assert variants(11.9, savings=()).seconds(Variant(2), MISSES_BY) < math.inf
 
 
-def test_no_variant_is_tried_that_promises_no_faster_plan():
-    best_s = min(variants(12).seconds(one, MISSES_BY) for one in ALL)
-    assert variants(12).next(best_s) is None
-    assert variants(12).next(1.001 * best_s) is not None
+def test_what_needs_no_more_memory_than_a_variant_is_known():
+    larger = [one for one in ALL if one.needs_no_less_than(Variant(4, STATE))]
+    assert larger == [Variant(2), Variant(4), Variant(1, STATE), Variant(2, STATE), Variant(4, STATE)]
 
 
 def near(needed_bytes, seconds=0.0, recomputes=False):
@@ -92,6 +84,15 @@ def test_memory_that_microbatches_left_over_is_divided_by_no_number_of_them():
     found.missed(Variant(2), near(12 * GIB))  # 8 GiB of arguments, and 4 where 2 were estimated
     assert found.seconds(Variant(8)) == math.inf  # 8 GiB, 2, and 0.5
     assert found.seconds(Variant(8, STATE)) < math.inf  # 4.5 GiB, 2, and 1
+
+
+def test_memory_that_microbatches_left_over_says_nothing_of_one_microbatch():
+    found = variants(9.5)
+    before_s, least_bytes = found.seconds(Variant(1, STATE)), found.least_bytes(Variant(1, STATE))
+    found.missed(Variant(2), near(12 * GIB))
+    assert found.seconds(Variant(1, STATE)) == before_s
+    assert found.least_bytes(Variant(1, STATE)) == least_bytes
+    assert found.least_bytes(Variant(2, STATE)) > variants(9.5).least_bytes(Variant(2, STATE))
 
 
 def test_arguments_that_alone_seem_too_large_leave_no_estimate():
@@ -120,18 +121,6 @@ def test_seconds_of_few_microbatches_correct_those_of_more():
     found = variants(12)
     found.took(Variant(2), 1.6)
     assert found.seconds(Variant(8)) == pytest.approx(1 + 0.6 * (1 + 6 * SLOPE_SHARE))
-
-
-def test_nothing_larger_is_tried_than_a_variant_that_nothing_fits():
-    found = variants(12)
-    found.drop_larger(Variant(4, STATE))
-    assert found.left == [Variant(8), Variant(8, STATE)]
-
-
-def test_a_step_that_cannot_be_split_has_one_microbatch():
-    found = variants(12)
-    found.drop_microbatches()
-    assert found.left == [Variant(1, STATE)]
 
 
 def test_recomputation_of_the_forward_phase_is_assumed_where_none_is_known():

@@ -8,7 +8,7 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import Known, StepProblem
 from autoshard.search.problem.seeds import seeds
-from autoshard.search.warm_starts import for_finer_mesh, for_rewritten_step
+from autoshard.search.space.warm_starts import for_finer_mesh, for_rewritten_step
 from tests.search.chain import chain
 from tests.zoo import make_gpt_scan
 

@@ -11,7 +11,7 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.mesh_problem import MeshProblem, StepProblem
 from autoshard.search.solver.pbqp import Labels
-from autoshard.search.warm_starts import for_rewritten_step
+from autoshard.search.space.warm_starts import for_rewritten_step
 from tests import zoo
 
 CLUSTER = parse_cluster("8xA100-80GB")

@@ -3,8 +3,8 @@
 The estimates begin with the best strategies without a cap. At rising prices of a kept byte, minimum cuts
 (`search.memory.trade_offs`) select more and more ops to recompute. No step is built for an estimate. If a selection
 saves n bytes, the estimate is the baseline's time under a cap that is n bytes higher, plus the time of the recomputed
-ops. Then the candidates are built as steps in the order of their estimates and searched like any other step, with real
-prices, kernels and peaks. Candidates whose estimates are no better than the best plan are not built.
+ops. Rewrites that promise a better plan are built as steps and searched like any other step, with real prices, kernels and
+peaks (`search.space.queue`).
 
 Residuals that stay may be offloaded to the host (`search.memory.offload`). For each selection of recomputed ops, as
 many residuals are offloaded as exceed the device's memory.
@@ -16,9 +16,11 @@ the uncapped baseline is too slow needs no estimate.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,8 +32,6 @@ from autoshard.search.memory.residuals import residuals
 from autoshard.search.memory.trade_offs import Choice, trade_offs
 from autoshard.search.mesh_problem import (
     NO_CAP,
-    RELATIVE_GAP,
-    UNCAPPED_GAP,
     UNKNOWN,
     Known,
     MeshProblem,
@@ -54,10 +54,11 @@ SPARE = 0.1
 """Share of the cap that each of these choices saves beyond the one before it. Source: a choice of ours."""
 
 MAX_MESHES = 2
-"""Number of meshes that are estimated, the fastest without a cap first. Source: a choice of ours."""
+"""Number of meshes of one baseline whose fastest strategies are looked for, though they do not fit. Source: a choice of
+ours."""
 
-ESTIMATE_SHARE = 0.1
-"""Share of the time left that one estimate may take. Source: a choice of ours."""
+ESTIMATE_SHARE = 0.25
+"""Share of the turn's time left that one estimate may take. Source: a choice of ours."""
 
 ESTIMATE_GAP = 0.01
 """Certified gap of the sharding in an estimate. Source: a choice of ours; the estimate's other errors are larger."""
@@ -77,13 +78,6 @@ VISIBLE_SHARE = 0.25
 """Smallest share of the copies that makes the step longer. Source: 0.23 to 0.32 are predicted for GPTs of 12 to 64
 layers on one H100, A100 or L4 and on two V100s, where copies take 0.1 to 0.5 of the step."""
 
-OFFLOADING_GAP = 0.02
-"""A candidate that offloads residuals is built only if its estimate is below the best plan by this share. Source: a
-choice of ours; the hidden part of the copies is a guess, and these steps take long to search."""
-
-MAX_OFFLOADING = 2
-"""Number of candidates with offloaded residuals that are built in one go. Source: a choice of ours."""
-
 LEAST_OFFLOADED_BYTES = 1 << 20
 """Smallest residual on a device that is offloaded. Source: a choice of ours; smaller copies are mostly latency."""
 
@@ -97,14 +91,18 @@ class UncappedSolution:
     cost_s: float
 
     @property
-    def communication_share(self) -> float:
-        """Share of the cost that is communication."""
-        computed_s = self.on_mesh.memory.costed.compute_s(self.labels)
-        return 1 - computed_s / self.cost_s if self.cost_s else 0.0
+    def computed_s(self) -> float:
+        """The part of the cost that is computation."""
+        return self.on_mesh.memory.costed.compute_s(self.labels)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The largest memory in program order."""
+        return self.on_mesh.memory.peak(self.labels).num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
+class Rewrite:
     """A choice of ops to recompute and residuals to offload.
 
     Attributes:
@@ -129,9 +127,19 @@ class Candidate:
         return self.uncapped.on_mesh.shape
 
     @property
-    def margin(self) -> float:
-        """Share by which the estimate must be below the best plan for the candidate to be built."""
-        return OFFLOADING_GAP if self.offloaded_sites else RELATIVE_GAP
+    def offloads(self) -> bool:
+        """Whether residuals are offloaded."""
+        return bool(self.offloaded_sites)
+
+    def of_traced(self, step_problem: StepProblem) -> "Rewrite":
+        """The rewrite with the sites of a step before it was rewritten."""
+        before = step_problem.rewritten.before
+        return replace(self, sites=before(self.sites), offloaded_sites=before(self.offloaded_sites))
+
+    @property
+    def relief_s(self) -> float:
+        """Seconds that the saved bytes cost."""
+        return self.cost_s - self.uncapped.cost_s if self.offloaded_sites else self.more_s
 
 
 def without_cap(
@@ -156,15 +164,6 @@ def without_cap(
     return sorted(found, key=lambda uncapped: uncapped.cost_s), bounds_s
 
 
-def in_order(found: Iterable[Candidate]) -> list[Candidate]:
-    """Sorts candidates: the best estimates first, then those that offload, then those without an estimate, which save
-    the most first."""
-    best_first = sorted(found, key=lambda c: (c.cost_s, -c.saved_bytes))
-    again = [c for c in best_first if not c.offloaded_sites]
-    known = sum(c.cost_s < np.inf for c in again)
-    return [*again[:known], *[c for c in best_first if c.offloaded_sites][:MAX_OFFLOADING], *again[known:]]
-
-
 class Estimates:
     """Estimates of recomputation and offloading on one mesh.
 
@@ -182,7 +181,7 @@ class Estimates:
         deadline: Deadline,
     ) -> None:
         self.on_mesh, self.deadline, self.limit_bytes = uncapped.on_mesh, deadline, limit_bytes
-        self.kept, self.cutoff_s = self.on_mesh.pinned(pins), math.inf
+        self.kept = self.on_mesh.pinned(pins)
         self.uncapped = self._with_less_memory(uncapped)
         in_order = self.on_mesh.memory.peak(self.uncapped.labels)
         of_kernels = self.on_mesh.predicted(self.uncapped.labels, limit_bytes).least
@@ -198,6 +197,7 @@ class Estimates:
         self.baseline_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
         self.too_little_bytes, self.may_be_cut = -math.inf, False
+        self.sharding_s = dict[int, float]()  # by cap
 
     def _with_less_memory(self, uncapped: UncappedSolution) -> UncappedSolution:
         """The solution itself if it fits, else a nearly equally fast one that holds less."""
@@ -222,52 +222,52 @@ class Estimates:
         wanted_bytes = self.missing_bytes + SPARE * self.limit_bytes
         return self.missing_bytes > 0 and share * self._saved_bytes(most) < wanted_bytes
 
-    def negligible(self) -> Iterator[Candidate]:
-        """Candidates that save enough with the uncapped sharding and take less time to recompute than the sharding's
-        certified gap."""
-        for choice in self._just_enough():
-            if choice.seconds - self.baseline_s > UNCAPPED_GAP * self.uncapped.cost_s:
-                return
-            yield from self._estimated(choice)
-
-    def smallest(self, may_recompute: bool, may_offload: bool) -> list[Candidate]:
-        """The candidate that recomputes all that it may and, if that saves too little, the one that also offloads."""
-        choice = self._choices[-1 if may_recompute else 0]
-        saved_bytes, more_s = self._saved_bytes(choice), choice.seconds - self.baseline_s
-        again = Candidate(self.uncapped, choice.sites, self.uncapped.cost_s + more_s, more_s, saved_bytes)
-        return [again, *(self._offloading(choice.sites, saved_bytes, more_s) if may_offload else ())]
-
-    def candidates(
-        self, cutoff_s: float = math.inf, may_recompute: bool = True, may_offload: bool = False
-    ) -> list[Candidate]:
-        """Candidates that recompute, and for each of them and for none, a candidate that offloads the rest.
+    def rewrites(
+        self, cutoff_s: float, may_stay: bool, may_recompute: bool, may_offload: bool
+    ) -> list[Rewrite]:
+        """Rewrites that recompute, and for each of them and for none, one that offloads the rest.
 
         Args:
-          cutoff_s: seconds that candidates should stay below.
+          cutoff_s: seconds that rewrites should stay below.
+          may_stay: whether the step may be left as it is.
           may_recompute: whether ops may be recomputed.
           may_offload: whether residuals may be offloaded.
         """
-        self.cutoff_s = cutoff_s
-        again = [*self._recomputing()] if may_recompute else []
-        choices = [(frozenset[Site](), 0.0, 0.0), *((c.sites, c.saved_bytes, c.more_s) for c in again)]
+        unchanged = Rewrite(self.uncapped, frozenset(), self.uncapped.cost_s, 0.0, 0.0)
+        every = [*([unchanged] if may_stay else []), *(self.recomputing() if may_recompute else ())]
+        again = self._sharded(every, cutoff_s)
+        choices = [
+            (frozenset[Site](), 0.0, 0.0),
+            *((c.sites, c.saved_bytes, c.more_s) for c in again if c.sites),
+        ]
         found = [c for one in choices for c in self._offloading(*one)] if may_offload else []
         return [*again, *found]
 
-    def _recomputing(self) -> Iterator[Candidate]:
-        """Candidates of all trade-offs. If memory is short, also candidates that save just enough or a little more, and
-        some between the best trade-off and the one before it."""
-        choices, by_choice = self._choices, list[tuple[int, Candidate]]()
-        for n, choice in reversed([*enumerate(choices)]):
-            by_choice += [(n, one) for one in self._estimated(choice)]
-        yield from (one for _, one in by_choice)
-        if not by_choice or self.missing_bytes <= 0:
-            return
-        for choice in self._just_enough():
-            yield from self._estimated(choice)
-        at, _ = min(by_choice, key=lambda one: one[1].cost_s)
-        low, high = choices[max(at - 1, 0)].price_s_per_byte, choices[at].price_s_per_byte
-        for share in SHARES:
-            yield from self._estimated(self._chosen(low, high, share))
+    def _sharded(self, rewrites: Sequence[Rewrite], cutoff_s: float) -> list[Rewrite]:
+        """Rewrites with the costs of strategies that save the rest of the missing bytes. Those that save most come
+        first."""
+        in_order = sorted(rewrites, key=lambda one: -one.saved_bytes)
+        for n in _ends_first(len(in_order)):
+            one = in_order[n]
+            cost_s = one.more_s + self._sharding_s(one.saved_bytes, cutoff_s - one.more_s)
+            in_order[n] = replace(one, cost_s=cost_s)
+        return in_order
+
+    def recomputing(self) -> Iterator[Rewrite]:
+        """Rewrites of all trade-offs; if memory is short, also some that save just enough or a little more."""
+        near = chain(self._just_enough(), self._hardly_enough()) if self.missing_bytes > 0 else ()
+        for choice in chain(self._choices, near):
+            if choice.sites not in self.seen:
+                self.seen.add(choice.sites)
+                saved_bytes, more_s = self._saved_bytes(choice), choice.seconds - self.baseline_s
+                yield Rewrite(self.uncapped, choice.sites, self.uncapped.cost_s + more_s, more_s, saved_bytes)
+
+    def _hardly_enough(self) -> Iterator[Choice]:
+        """Choices between the first trade-off that saves enough and the one before it. Other strategies save the rest."""
+        enough = (n for n, one in enumerate(self._choices) if self._saved_bytes(one) >= self.missing_bytes)
+        at = next(enough, len(self._choices) - 1)
+        low, high = (self._choices[n].price_s_per_byte for n in (max(at - 1, 0), at))
+        return (self._chosen(low, high, share) for share in SHARES)
 
     def _just_enough(self) -> Iterator[Choice]:
         """Choices that save hardly more than is missing, then choices that save more, because kernels may hold more
@@ -302,19 +302,9 @@ class Estimates:
         kept_bytes = sum(part.kept_bytes(sites) for part in self.parts)
         return Choice(high, sites, sum(part.seconds(sites) for part in self.parts), kept_bytes)
 
-    def _estimated(self, choice: Choice) -> Iterator[Candidate]:
-        """The candidate of a choice, unless it was estimated before."""
-        if choice.sites not in self.seen:
-            self.seen.add(choice.sites)
-            saved_bytes = self._saved_bytes(choice)
-            more_s = choice.seconds - self.baseline_s
-            cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
-            self.cutoff_s = min(self.cutoff_s, cost_s)
-            yield Candidate(self.uncapped, choice.sites, cost_s, more_s, saved_bytes)
-
     def _offloading(
         self, sites: frozenset[Site], saved_bytes: float, recompute_s: float
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[Rewrite]:
         """A candidate that recomputes these sites and offloads as many residuals as still exceed the device's memory."""
         missing_bytes, worth = self.missing_bytes - saved_bytes, self._worth_offloading(sites)
         if missing_bytes <= 0 or not worth:
@@ -334,7 +324,7 @@ class Estimates:
             *(part.recomputed_with(sites, frozenset(offloaded_sites)) for part in self.parts)
         )
         fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
-        yield Candidate(
+        yield Rewrite(
             self.uncapped, again, fits_s, recompute_s, saved_bytes + moved_bytes, frozenset(offloaded_sites)
         )
 
@@ -352,7 +342,8 @@ class Estimates:
         return [one[1:] for one in sorted(found, key=lambda one: not one[0])]
 
     def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
-        """Seconds of the baseline under the cap plus the saved bytes.
+        """Seconds of the baseline under the cap plus the saved bytes. It is not solved between two caps with nearly equal
+        seconds.
 
         Infinite if nothing fits, if nothing fitted a larger or nearly equal cap, or if the baseline without a cap is
         already too slow.
@@ -363,11 +354,33 @@ class Estimates:
         is_too_little = cap_bytes <= self.too_little_bytes + MIN_CAP_STEP * self.limit_bytes
         if is_too_little or self.uncapped.cost_s >= (1 - ESTIMATE_GAP) * cutoff_s:
             return np.inf
+        near_bytes, known_s = cap_bytes + MIN_CAP_STEP * self.limit_bytes, self.sharding_s.items()
+        most_s = min((cost_s for known_bytes, cost_s in known_s if known_bytes <= near_bytes), default=np.inf)
+        least_s = max(
+            (cost_s for known_bytes, cost_s in known_s if known_bytes >= cap_bytes),
+            default=self.uncapped.cost_s,
+        )
+        if most_s <= (1 + ESTIMATE_GAP) * least_s:
+            return most_s
         try:
             left_s = ESTIMATE_SHARE * self.deadline.left_s
-            return self.on_mesh.solve(
-                self.kept, cap_bytes, left_s, cutoff_s, relative_gap=ESTIMATE_GAP
-            ).cost_s
+            solution = self.on_mesh.solve(self.kept, cap_bytes, left_s, cutoff_s, relative_gap=ESTIMATE_GAP)
         except NoFitError:
-            self.too_little_bytes = cap_bytes
+            self.too_little_bytes = max(cap_bytes, self.too_little_bytes)
             return np.inf
+        self.sharding_s[cap_bytes] = solution.cost_s
+        return solution.cost_s
+
+
+def _ends_first(num: int) -> Iterator[int]:
+    """The positions in a list: both ends, the middle, the middles of the halves, and so on."""
+    if not num:
+        return
+    yield from dict.fromkeys((0, num - 1))
+    parts = deque([(0, num - 1)])
+    while parts:
+        first, last = parts.popleft()
+        middle = (first + last) // 2
+        if first < middle:
+            yield middle
+            parts += (first, middle), (middle, last)

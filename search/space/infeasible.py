@@ -16,7 +16,6 @@ from math import inf
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
-from autoshard.search.found import Found
 from autoshard.search.memory.loop_segments import uncut_loops
 from autoshard.search.mesh_problem import PEAK_SLACK, WIDE_GAP, MeshProblem, StepProblem
 from autoshard.search.options import Options, candidate_shapes
@@ -25,6 +24,7 @@ from autoshard.search.problem.memory_rows import Peak
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.solver.pbqp import Labels
+from autoshard.search.space.found import Found
 
 TIME_LIMIT_S = 5.0
 """Seconds by the search's clock for the whole explanation. Source: a choice of ours; together with the search a user

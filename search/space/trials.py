@@ -7,13 +7,12 @@ first; ties go to the first in order.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.units import format_mesh
-from autoshard.search.found import Found, Rival
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.memory.host_updates import host_updates, least_copy_s, least_update_s, updatable
 from autoshard.search.mesh_problem import (
@@ -27,11 +26,12 @@ from autoshard.search.mesh_problem import (
 )
 from autoshard.search.options import Options, Progress, candidate_shapes
 from autoshard.search.problem.reshard import Resharder
-from autoshard.search.recomputation import MAX_MESHES, UncappedSolution
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, SearchClock
+from autoshard.search.space.found import Bounds, Found, Rival
+from autoshard.search.space.rewrites import MAX_MESHES, UncappedSolution
+from autoshard.search.space.tried import Tried
 from autoshard.search.stopwatch import Stopwatch
-from autoshard.search.tried import Tried
 
 UNCAPPED_SHARE = 0.1
 """Share of the time left that one mesh may take without a cap. Source: a choice of ours; most meshes take less, and a
@@ -52,12 +52,6 @@ times as long."""
 
 Sites = frozenset[Site]
 """Ops of the traced step."""
-
-Rewritten = tuple[StepProblem, tuple[int, ...], Sites, Sites]
-"""A baseline on a mesh, its recomputed ops, and those whose results are offloaded."""
-
-Bounds = Mapping[tuple[int, ...], float]
-"""Lower bounds in seconds, by mesh."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,9 +92,7 @@ class Trials:
       shapes: the meshes to try.
       gains_s: estimated seconds by which recomputation makes a step faster.
       clock: the clock of all limits.
-      too_large: rewritten steps whose strategies missed the cap.
       tried: the candidates that were tried.
-      began_s: the clock's time at the start of the search.
       deadline: the end of the search. Without a plan the search goes on.
     """
 
@@ -118,7 +110,7 @@ class Trials:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress, self.pins = options, progress, options.pins or {}
         self.clock, self.watch = clock, watch or Stopwatch(step.trace_s)
-        self.began_s, self.deadline = clock.now_s, Deadline.after(options.limit_s, clock)
+        self.deadline = Deadline.after(options.limit_s, clock)
         self.rival = rival
         self.shapes = rival.shapes if rival else candidate_shapes(cluster, options)
         self.best: Found | None = rival.found if rival else None
@@ -126,7 +118,6 @@ class Trials:
         self._resharders: dict[tuple[int, ...], Resharder] = {}
         self.gains_s = WeakKeyDictionary[StepProblem, float]()
         self._rewritten = WeakValueDictionary[tuple[StepProblem, Sites, Sites], StepProblem]()
-        self.too_large: set[Rewritten] = set()
         self.tried = Tried()
         self._needed_bytes = WeakKeyDictionary[StepProblem, float]()
         self._nearest: dict[tuple[Step, frozenset[int]], Found] = {}
@@ -143,9 +134,9 @@ class Trials:
         return (1 - RELATIVE_GAP) * self.cutoff_s
 
     @property
-    def is_over(self) -> bool:
-        """True if no other trial begins: there is a plan, and no time is left."""
-        return self.best is not None and self.deadline.is_over
+    def may_offload_residuals(self) -> bool:
+        """True if the user allows that residuals are offloaded, and the host has memory for them."""
+        return self.options.may_offload_residuals and self.cluster.host_bytes_per_node > 0
 
     def go_on(self) -> None:
         """Gives the search as long again, from now on."""
@@ -260,16 +251,10 @@ class Trials:
             del left[order[-1]]
         return order
 
-    def under_cap(
-        self, step_problem: StepProblem, on_meshes: Iterable[MeshProblem], deadline: Deadline
-    ) -> None:
-        """Looks for better plans under the cap on meshes whose bounds allow them."""
+    def under_cap(self, step_problem: StepProblem, on_meshes: Iterable[MeshProblem]) -> None:
+        """Looks for plans under the cap on some meshes."""
         for on_mesh in on_meshes:
-            proven_s = self.proven_s(step_problem).get(on_mesh.shape, -math.inf)
-            if proven_s < self.least_s and not (self.is_over or (self.best and deadline.is_over)):
-                prefix, mesh = progress_prefix(step_problem.traced), format_mesh(on_mesh.shape)
-                self.progress(f"{prefix}mesh {mesh}, under the cap")
-                self.improve(step_problem, on_mesh, deadline.left_s, known=Known(bound_s=proven_s))
+            self.improve(step_problem, on_mesh, self.deadline.left_s)
 
     def made_ready(self, step: Step, hosted: frozenset[int] = frozenset()) -> StepProblem:
         """A step without extra recomputation, with some arguments in host memory, prepared for all meshes."""

@@ -1,4 +1,4 @@
-"""Variants of the step, the most promising first.
+"""Estimates of variants of the step.
 
 A variant is a number of microbatches and some arguments in host memory. Microbatches divide the memory of activations; each
 of them gathers parameters anew. Arguments in host memory leave the device, and are copied. Every variant is a step of its
@@ -19,14 +19,14 @@ none promises a faster plan. The certificate of a plan says nothing of other var
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost_model.cluster import Cluster
-from autoshard.search.found import Found
 from autoshard.search.memory.fetches import WINDOW
 from autoshard.search.problem.live_ranges import Resident
-from autoshard.search.recomputation import HIDING_SHARE, VISIBLE_SHARE, UncappedSolution
+from autoshard.search.space.found import Found
+from autoshard.search.space.rewrites import HIDING_SHARE, VISIBLE_SHARE, UncappedSolution
 
 OF_A_BATCH = frozenset({Resident.RESIDUALS, Resident.TEMPORARIES})
 """Residents of memory that shrink with the number of examples."""
@@ -75,7 +75,7 @@ class Saving:
 
 @dataclass(eq=False)
 class Variants:
-    """The variants that were not searched yet.
+    """The estimates of all variants.
 
     Attributes:
       cluster: the cluster that will run the step.
@@ -86,7 +86,6 @@ class Variants:
       argument_bytes: memory of arguments there that may rest on the host, by kind, split over all devices.
       fetched_bytes: memory on the device for the copies of hosted arguments, by kind.
       savings: possible recomputation.
-      left: the variants.
       added_s: seconds that each microbatch of few added, by kinds in host memory.
       excess: needed memory of activations over its estimate.
       undivided_bytes: memory besides the arguments that microbatches do not divide.
@@ -101,8 +100,7 @@ class Variants:
     held_bytes: float
     argument_bytes: Mapping[str, float]
     fetched_bytes: Mapping[str, float]
-    savings: Sequence[Saving]
-    left: list[Variant]
+    savings: Sequence[Saving] = ()
     added_s: dict[tuple[str, ...], float] = field(default_factory=dict)
     excess: float = 1.0
     undivided_bytes: float = 0.0
@@ -115,8 +113,6 @@ class Variants:
         uncapped: UncappedSolution,
         cap_bytes: float,
         shard_bytes: Mapping[str, Sequence[float]],
-        savings: Sequence[Saving],
-        left: Iterable[Variant],
     ) -> "Variants":
         """The variants of a step with these fastest uncapped strategies.
 
@@ -125,8 +121,6 @@ class Variants:
           cap_bytes: the memory cap.
           shard_bytes: memory of each argument that may rest on the host, split over all devices, by kind. Under a cap,
             copies of arguments on several devices go first.
-          savings: possible recomputation.
-          left: the variants.
         """
         peak = uncapped.on_mesh.predicted(uncapped.labels, math.inf).least
         resting_bytes = {str(resident): num_bytes for resident, num_bytes in peak.residents}
@@ -143,8 +137,6 @@ class Variants:
             peak.num_bytes - batch_bytes - copies_bytes,
             argument_bytes,
             {kind: WINDOW * max(parts, default=0.0) for kind, parts in shard_bytes.items()},
-            savings,
-            list(left),
         )
 
     def assume_recomputation(self, working_bytes: float) -> None:
@@ -155,29 +147,6 @@ class Variants:
         """
         saved_bytes = max(0.0, self.batch_bytes - working_bytes)
         self.savings = [Saving(saved_bytes, FORWARD_SHARE * self.undivided_s)]
-
-    def next(self, cutoff_s: float) -> Variant | None:
-        """Takes the most promising variant; None if none may be faster than the cutoff.
-
-        Args:
-          cutoff_s: seconds that a better plan must stay below; infinite if there is no plan.
-        """
-        if not self.left:
-            return None
-        best = min(self.left, key=lambda one: (self.seconds(one), self.least_bytes(one)))
-        if self.seconds(best) >= cutoff_s < math.inf:  # if a plan is known, one that may fit is worth a try
-            best = min(self.left, key=lambda one: self.seconds(one, MISSES_BY))
-            if self.seconds(best, MISSES_BY) >= cutoff_s:
-                return None
-        self.left.remove(best)
-        return best
-
-    def smallest(self) -> Variant | None:
-        """Takes the variant that needs the least memory, if one is left."""
-        smallest = min(self.left, key=self.least_bytes, default=None)
-        if smallest:
-            self.left.remove(smallest)
-        return smallest
 
     def missed(self, variant: Variant, nearest: Found | None) -> None:
         """Notes that nothing fitted, and the strategies that came nearest, if any were found."""
@@ -204,14 +173,6 @@ class Variants:
             added_s = max(0.0, seconds - self._undivided_s(variant))
             self.added_s[variant.kinds] = added_s / (variant.microbatches - 1)
 
-    def drop_microbatches(self) -> None:
-        """Leaves out the variants in microbatches: the step cannot be split."""
-        self.left = [one for one in self.left if one.microbatches == 1]
-
-    def drop_larger(self, variant: Variant) -> None:
-        """Leaves out the variants that need no less memory than this one: nothing fits it."""
-        self.left = [one for one in self.left if not one.needs_no_less_than(variant)]
-
     def seconds(self, variant: Variant, slack: float = 0.0) -> float:
         """Estimated seconds of the best plan; infinite if nothing seems to fit.
 
@@ -222,7 +183,9 @@ class Variants:
         if any(variant.needs_no_less_than(one) for one in self.too_large):
             return math.inf
         share = self.excess / variant.microbatches
-        needed_bytes = self._argument_bytes(variant) + self.undivided_bytes + share * self.batch_bytes
+        needed_bytes = (
+            self._argument_bytes(variant) + self._undivided_bytes(variant) + share * self.batch_bytes
+        )
         missing_bytes = needed_bytes - (1 + slack) * self.cap_bytes
         enough = (one.seconds for one in self.savings if share * one.num_bytes >= missing_bytes)
         again_s = 0.0 if missing_bytes <= 0 else self.slowness * min(enough, default=math.inf)
@@ -256,5 +219,9 @@ class Variants:
 
     def least_bytes(self, variant: Variant) -> float:
         """Estimated memory with the most recomputation."""
-        activation_bytes = self.undivided_bytes + self.excess * self._least_batch_bytes(variant)
+        activation_bytes = self._undivided_bytes(variant) + self.excess * self._least_batch_bytes(variant)
         return self._argument_bytes(variant) + activation_bytes
+
+    def _undivided_bytes(self, variant: Variant) -> float:
+        """Memory that several microbatches do not divide. For one it is a part of the activations."""
+        return self.undivided_bytes if variant.microbatches > 1 else 0.0

@@ -30,7 +30,6 @@ import numpy as np
 from autoshard.cost_model.cluster import Cluster, Device
 from autoshard.cost_model.compute import kernel_s
 from autoshard.cost_model.meshes import divisors
-from autoshard.search.found import Found
 from autoshard.search.ir.attention.layout import KEY, QUERY
 from autoshard.search.ir.attention.ring import ALONE, Ring, ring_over
 from autoshard.search.ir.graph import Graph, Op, Step, Value
@@ -42,7 +41,7 @@ from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.kernels import Endpoint, runs_alone
 from autoshard.search.problem.rings import ATTENTIONS, block_loops
 from autoshard.search.solver.pbqp import Labels
-from autoshard.search.trials import Bounds
+from autoshard.search.space.found import Bounds, Found
 
 BLOCKWISE = "blockwise"
 """The word of a plan for attention in blocks."""

@@ -1,5 +1,6 @@
 """A solution of a search: strategies on a mesh, and the device's step under them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,6 +8,9 @@ from autoshard.search.device.prediction import Prediction
 from autoshard.search.mesh_problem import MeshProblem, StepProblem
 from autoshard.search.problem.memory_rows import Peak
 from autoshard.search.solver.pbqp import Labels
+
+Bounds = Mapping[tuple[int, ...], float]
+"""Lower bounds in seconds, by mesh."""
 
 
 class NotFasterError(Exception):

@@ -1,0 +1,412 @@
+"""Candidates: sets of plans that are not searched yet, each with an estimate of its best plan.
+
+Estimates order candidates, and results correct them. A rewrite that is slower than its estimate raises the estimates on
+its mesh: half of the way in logarithms, because neighbouring estimates differ by less than their error. One that misses
+the cap rules out those that save little more, and the next miss twice as many; the one that saves most has a turn in any
+case.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+from autoshard.cost_model.compute import pass_s_per_byte
+from autoshard.cost_model.meshes import finer_shapes
+from autoshard.cost_model.units import format_mesh
+from autoshard.search.memory.residuals import has_loops
+from autoshard.search.mesh_problem import Known, MeshProblem, StepProblem
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import Deadline
+from autoshard.search.space.certificate import Certificate
+from autoshard.search.space.found import Found
+from autoshard.search.space.rewrites import Estimates, Rewrite, UncappedSolution, without_cap
+from autoshard.search.space.trials import Baseline, Trials, progress_prefix
+from autoshard.search.space.variants import MISSES_BY, Variant, Variants
+from autoshard.search.space.warm_starts import for_finer_mesh, for_rewritten_step
+
+LOOPS_MARGIN = 0.03
+"""Largest relative error of a loop's recomputation estimate. Source: an LSTM whose estimates are 2 to 3% too high."""
+
+STACKING_PASSES = 5
+"""Largest number of passes through memory that stacking a loop's residual takes. Source: `search.memory.passes`."""
+
+MIN_GAIN = 1e-3
+"""Share by which a mesh of three axes must be faster than the best plan. Source: a choice of ours; two axes are
+simpler."""
+
+
+class Candidate(Protocol):
+    """A set of plans that is not searched yet."""
+
+    @property
+    def estimate_s(self) -> float:
+        """Estimated seconds of its best plan; infinite if nothing seems to fit."""
+        ...
+
+    @property
+    def least_bytes(self) -> float:
+        """Estimated memory of its smallest plan. It is asked only while there is no plan."""
+        ...
+
+    def take(self, limit_s: float) -> Iterable["Candidate"]:
+        """Searches it for about so many seconds. Returns the candidates that are a part of it."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class OfVariant:
+    """A variant of the step.
+
+    Attributes:
+      variants: the estimates of all variants.
+      variant: its microbatches, and its arguments in host memory.
+      trials: the trials of the step.
+      open: solves a variant without a cap, and returns its meshes.
+    """
+
+    variants: Variants
+    variant: Variant
+    trials: Trials
+    open: Callable[[Variant, float], Iterable[Candidate]]
+
+    @property
+    def estimate_s(self) -> float:
+        return self.variants.seconds(self.variant, MISSES_BY)  # one that may fit is worth a try
+
+    @property
+    def least_bytes(self) -> float:
+        return self.variants.least_bytes(self.variant)
+
+    def take(self, limit_s: float) -> Iterable[Candidate]:
+        return self.open(self.variant, limit_s)
+
+
+@dataclass(eq=False)
+class SolvedVariant:
+    """A variant that was solved without a cap, and what its rewrites teach.
+
+    Attributes:
+      trials: the trials of the step.
+      certificate: its lower bounds.
+      variants: the estimates of all variants; None if all that is fastest fits.
+      variant: the variant.
+      baseline: its solutions.
+      before: the best plan before it was solved.
+      fastest: its fastest uncapped solution.
+      rewrites: its rewrites, on all meshes that were estimated.
+      is_estimated: whether rewrites were estimated on some mesh.
+      enough_bytes: bytes that a rewrite should save beyond those that are missing.
+      has_missed: whether other variants know that it has no better plan.
+      num_missed: number of rewrites that missed the cap.
+    """
+
+    trials: Trials
+    certificate: Certificate
+    variants: Variants | None
+    variant: Variant
+    baseline: Baseline
+    before: Found | None
+    fastest: UncappedSolution
+    rewrites: list["OfRewrite"] = field(default_factory=list)
+    is_estimated: bool = False
+    enough_bytes: float = -math.inf
+    has_missed: bool = False
+    num_missed: int = 0
+
+    def is_of(self, step_problem: StepProblem) -> bool:
+        """True if a step is the variant or a rewrite of it."""
+        own = self.baseline.step_problem
+        return (own.traced, own.hosted) == (step_problem.traced, step_problem.hosted)
+
+    @cached_property
+    def has_loops(self) -> bool:
+        """Whether to recompute may be faster than to stack residuals of a loop."""
+        return has_loops(self.baseline.step_problem.step)
+
+    @property
+    def least_bytes(self) -> float:
+        """Memory of the strategies that came nearest to the cap; if there are none, the estimate."""
+        nearest = self.trials.nearest_of(self.baseline.step_problem)
+        if nearest or self.variants is None:
+            return nearest.peak.num_bytes if nearest else math.inf
+        return self.variants.least_bytes(self.variant)
+
+    @property
+    def most_bytes(self) -> float:
+        """The most bytes that a rewrite saves beyond those that are missing."""
+        return max((one.spare_bytes for one in self.rewrites), default=0.0)
+
+    def relief_s(self, uncapped: UncappedSolution | None) -> float:
+        """Seconds that rewrites add until some strategies fit, by the rewrites on other meshes."""
+        if not self.is_estimated:
+            return 0.0
+        enough = [one.rewrite for one in self.rewrites if one.spare_bytes >= 0]
+        if uncapped:
+            missing_bytes = uncapped.peak_bytes - self.trials.options.memory_bytes
+            enough = [one.rewrite for one in self.rewrites if one.rewrite.saved_bytes >= missing_bytes]
+        return min((one.relief_s for one in enough), default=math.inf)
+
+    def promised_s(self, shape: tuple[int, ...]) -> float:
+        """A lower bound on the uncapped step on a mesh. If none is known, halfway between the fastest solution and its
+        computation."""
+        if shape in self.baseline.floors_s:
+            return self.baseline.floors_s[shape]
+        return (self.fastest.computed_s + self.fastest.cost_s) / 2
+
+    def known(self, on_mesh: MeshProblem) -> Known:
+        """A bound on the uncapped step on a mesh, and a warm start from the fastest solution if the mesh splits its mesh."""
+        before, known = (
+            self.fastest.on_mesh,
+            Known(bound_s=self.baseline.floors_s.get(on_mesh.shape, -math.inf)),
+        )
+        if on_mesh.shape not in finer_shapes(self.trials.cluster, before.shape):
+            return known
+        return replace(known, start=for_finer_mesh(before, self.fastest.labels, on_mesh), is_enough=False)
+
+    def stacking_s(self, num_bytes: float) -> float:
+        """Seconds to stack residuals of loops, at most."""
+        return (
+            STACKING_PASSES * pass_s_per_byte(self.trials.cluster.device) * num_bytes
+            if self.has_loops
+            else 0.0
+        )
+
+    def missed(self, rewrite: "OfRewrite", missed_bytes: float) -> None:
+        """Notes by how much a rewrite missed the cap. The first miss asks for so much more, the second one for twice as much
+        more, and so on, because a plan does not always need as much less as a rewrite saves more."""
+        wanted_bytes = rewrite.spare_bytes + 2**self.num_missed * missed_bytes
+        self.enough_bytes, self.num_missed = max(self.enough_bytes, wanted_bytes), self.num_missed + 1
+
+    def seems_to_fit(self, rewrite: "OfRewrite") -> bool:
+        """True if a rewrite saves enough after those that missed the cap, or more than all others of its kind."""
+        kin = (one.spare_bytes for one in self.rewrites if one.rewrite.offloads == rewrite.rewrite.offloads)
+        return rewrite.spare_bytes >= min(self.enough_bytes, max(kin))
+
+
+@dataclass(eq=False)
+class OnMesh:
+    """A variant on a mesh where memory is short, or where loops may be faster with recomputation.
+
+    Attributes:
+      solved: the variant, solved without a cap on meshes of one and two axes.
+      shape: the mesh.
+      on_mesh: its problem there, once it is made.
+      uncapped: its fastest strategies there, once they are known.
+      missing_bytes: bytes that rewrites must save, once they are estimated.
+      slowness: time of rewrites over their estimates.
+    """
+
+    solved: SolvedVariant
+    shape: tuple[int, ...]
+    on_mesh: MeshProblem | None = None
+    uncapped: UncappedSolution | None = None
+    missing_bytes: float = 0.0
+    slowness: float = 1.0
+
+    @property
+    def estimate_s(self) -> float:
+        """Seconds without a cap, and those that rewrites add."""
+        relief_s = self.solved.relief_s(self.uncapped)
+        if self.uncapped is None:
+            return self.solved.promised_s(self.shape) + relief_s
+        return self.uncapped.cost_s + relief_s - self.solved.stacking_s(self.uncapped.peak_bytes)
+
+    @property
+    def least_bytes(self) -> float:
+        return self.solved.least_bytes
+
+    def take(self, limit_s: float) -> Iterable[Candidate]:
+        """The first turn solves it without a cap, if that was not done yet; the next one estimates rewrites."""
+        trials, step_problem = self.solved.trials, self.solved.baseline.step_problem
+        self.on_mesh = on_mesh = self.on_mesh or trials.put_on(step_problem, self.shape)
+        if self.uncapped is None:
+            deadline = Deadline.after(limit_s, trials.clock)
+            known = self.solved.known(on_mesh)
+            found, _ = without_cap([on_mesh], trials.pins, trials.least_s, deadline, known)
+            self.uncapped = next(iter(found), None)
+            return [self] if self.uncapped else []
+        options = trials.options
+        deadline = Deadline.after(limit_s, trials.clock)
+        estimates = Estimates(step_problem, self.uncapped, trials.pins, options.memory_bytes, deadline)
+        may_stay = on_mesh in self.solved.baseline.deferred or on_mesh not in self.solved.baseline.on_meshes
+        found = estimates.rewrites(
+            trials.cutoff_s, may_stay, options.may_recompute, trials.may_offload_residuals
+        )
+        rewrites = [OfRewrite(self, on_mesh, one.of_traced(step_problem)) for one in found]
+        self.missing_bytes, self.solved.is_estimated = estimates.missing_bytes, True
+        self.solved.rewrites += rewrites
+        return rewrites
+
+
+@dataclass(eq=False)
+class OfRewrite:
+    """A rewrite of a variant on a mesh.
+
+    Attributes:
+      mesh: the variant on the mesh.
+      on_mesh: its problem there.
+      rewrite: the ops to recompute and the residuals to offload, if any.
+      had_turn: whether it missed the cap. Without a plan it may have one more turn in the end.
+    """
+
+    mesh: OnMesh
+    on_mesh: MeshProblem
+    rewrite: Rewrite
+    had_turn: bool = False
+
+    @property
+    def spare_bytes(self) -> float:
+        """Bytes that the rewrite saves beyond those that are missing."""
+        return self.rewrite.saved_bytes - self.mesh.missing_bytes
+
+    @property
+    def estimate_s(self) -> float:
+        """The estimate as corrected by results on the mesh. The stacking of a loop's residuals is estimated too high."""
+        solved = self.mesh.solved
+        if self.had_turn or not solved.seems_to_fit(self):
+            return math.inf
+        stacking_s = solved.stacking_s(self.rewrite.saved_bytes)
+        error_s = min(LOOPS_MARGIN * solved.trials.cutoff_s, stacking_s) if stacking_s else 0.0
+        return self.mesh.slowness * self.rewrite.cost_s - error_s
+
+    @property
+    def least_bytes(self) -> float:
+        """If it missed the cap, it comes after all others."""
+        solved = self.mesh.solved
+        return math.inf if self.had_turn else solved.least_bytes + solved.most_bytes - self.spare_bytes
+
+    def take(self, limit_s: float) -> Iterable[Candidate]:
+        trials = self.mesh.solved.trials
+        before, cutoff_s, is_last = trials.best, trials.cutoff_s, self.had_turn
+        step_problem, bound_s = self._improve(limit_s)
+        self.had_turn = True
+        if trials.best is not before:
+            return []
+        is_slower = bound_s < math.inf and self.rewrite.cost_s < cutoff_s < math.inf
+        if is_slower:
+            self.mesh.slowness *= math.sqrt(
+                max(bound_s, cutoff_s) / (self.mesh.slowness * self.rewrite.cost_s)
+            )
+        needed_bytes, cap_bytes = trials.needed_bytes(step_problem), trials.options.memory_bytes
+        if cap_bytes < needed_bytes < math.inf:
+            self.mesh.solved.missed(self, needed_bytes - cap_bytes)
+        elif trials.best is None:
+            self.mesh.solved.missed(self, MISSES_BY * cap_bytes)
+        return [self] if trials.best is None and bound_s < math.inf and not is_last else []
+
+    def _improve(self, limit_s: float) -> tuple[StepProblem, float]:
+        """Looks for a better plan; returns the step, and a lower bound on its plans."""
+        trials, baseline, rewrite = (
+            self.mesh.solved.trials,
+            self.mesh.solved.baseline.step_problem,
+            self.rewrite,
+        )
+        prefix, where = progress_prefix(baseline.traced), f"mesh {format_mesh(rewrite.shape)}"
+        if not rewrite.sites and not rewrite.offloaded_sites:
+            trials.progress(f"{prefix}{where}, under the cap")
+            known = Known(bound_s=trials.proven_s(baseline).get(rewrite.shape, -math.inf))
+            return baseline, trials.improve(baseline, self.on_mesh, limit_s, known=known)[0]
+        waits = f"{len(rewrite.offloaded_sites)} residuals on the host, " if rewrite.offloads else ""
+        trials.progress(f"{prefix}{waits}recomputing {len(rewrite.sites)} ops on {where}")
+        step_problem = trials.recomputing(baseline, rewrite.sites, rewrite.offloaded_sites)
+        on_mesh = trials.put_on(step_problem, rewrite.shape)
+        trials.gains_s[step_problem] = max(-rewrite.more_s, trials.gains_s.get(step_problem, 0.0))
+        known = self._known(step_problem, on_mesh)
+        return step_problem, trials.improve(step_problem, on_mesh, limit_s, known=known)[0]
+
+    def _known(self, step_problem: StepProblem, on_mesh: MeshProblem) -> Known:
+        """A warm start from the strategies of the estimate, and a bound. There is no bound if recomputation is estimated to
+        make the step faster, because the gain is not proven."""
+        solved, uncapped = self.mesh.solved, self.rewrite.uncapped
+        gain_s = solved.trials.gains_s[step_problem]
+        known = Known() if gain_s else solved.certificate.known(step_problem, on_mesh.shape)
+        with suppress(NoFitError):
+            return replace(known, start=for_rewritten_step(uncapped.on_mesh, uncapped.labels, on_mesh))
+        return known
+
+
+@dataclass(frozen=True, eq=False)
+class OfPlan:
+    """The best plan's step on a mesh: another one, or its own for more time.
+
+    Attributes:
+      trials: the trials of the step.
+      certificate: its lower bounds.
+      plan: the plan.
+      shape: the mesh.
+      solved: the variant that the plan's step is made from.
+      on_mesh: the step's problem there, once it had a turn.
+      promised_s: a lower bound from the problem's messages.
+    """
+
+    trials: Trials
+    certificate: Certificate
+    plan: Found
+    shape: tuple[int, ...]
+    solved: SolvedVariant | None = None
+    on_mesh: MeshProblem | None = None
+    promised_s: float = -math.inf
+    least_bytes: float = math.inf
+
+    @property
+    def estimate_s(self) -> float:
+        """Halfway between the plan's time and its lower bound, which is at least that of its computation."""
+        computed_s = self.plan.cost_s - self.plan.communication_s
+        proven_s = self.certificate.proven_s(self.plan.step_problem, self.shape)
+        return (max(computed_s, proven_s, self.promised_s) + self.plan.cost_s) / 2
+
+    def take(self, limit_s: float) -> Iterable[Candidate]:
+        """The first turn makes the problem, with a better bound; the second one solves it. If memory is short on a mesh of
+        three axes, other rewrites of the variant may be faster there."""
+        plan, trials, step_problem = self.plan, self.trials, self.plan.step_problem
+        is_own = self.shape == plan.on_mesh.shape
+        on_mesh = self.on_mesh or (plan.on_mesh if is_own else trials.put_on(step_problem, self.shape))
+        known = self.certificate.known(step_problem, self.shape)
+        if is_own:
+            known = replace(known, start=plan.labels)
+        elif self.shape in finer_shapes(trials.cluster, plan.on_mesh.shape):
+            known = replace(known, start=for_finer_mesh(plan.on_mesh, plan.labels, on_mesh))
+        if self.on_mesh is None:
+            promised_s = on_mesh.promised_s(on_mesh.pinned(trials.pins), known)
+            return [replace(self, on_mesh=on_mesh, promised_s=promised_s)]
+        trials.progress(f"the same on mesh {format_mesh(self.shape)}")
+        is_finer = self.shape not in trials.shapes
+        min_gain = MIN_GAIN if is_finer else 0.0
+        _, is_memory_bound = trials.improve(step_problem, on_mesh, limit_s, known=known, min_gain=min_gain)
+        if self.solved and is_memory_bound and is_finer and not is_own:
+            return [OnMesh(self.solved, self.shape)]
+        return []
+
+
+@dataclass(frozen=True, eq=False)
+class UpdatedElsewhere:
+    """The best plan with its hosted state updated in the other place: on the host, or on the device.
+
+    Attributes:
+      trials: the trials of the step.
+      plan: the plan.
+      updated: the arguments that the host updates.
+    """
+
+    trials: Trials
+    plan: Found
+    updated: frozenset[int]
+    least_bytes: float = math.inf
+
+    @property
+    def estimate_s(self) -> float:
+        """Seconds if no copy has to be waited for."""
+        return self.plan.cost_s - self.plan.device.waited_s
+
+    def take(self, limit_s: float) -> Iterable[Candidate]:
+        trials, known = self.trials, Known()
+        trials.progress("updated on the host" if self.updated else "updated on the device")
+        step_problem = trials.updating_there(self.plan.step_problem, self.updated)
+        on_mesh = trials.put_on(step_problem, self.plan.on_mesh.shape)
+        with suppress(NoFitError):
+            known = Known(for_rewritten_step(self.plan.on_mesh, self.plan.labels, on_mesh))
+        trials.improve(step_problem, on_mesh, limit_s, known=known)
+        return []

@@ -1,0 +1,360 @@
+"""The search for the fastest plan of one step that fits the memory cap: a queue of candidates.
+
+A candidate is a set of plans that is not searched yet. There are three kinds, each a part of the one before it:
+
+1. A *variant* of the step: its number of microbatches, and the arguments in host memory. When its turn comes, it is
+   solved without a cap on every mesh. What fits is a plan.
+2. A *mesh* of a variant, on which the fastest strategies do not fit. When its turn comes, minimum cuts select ops to
+   recompute and residuals to offload, at several prices of memory.
+3. A *rewrite*: one of these selections, or none. When its turn comes, the step is rewritten and solved under the cap, and
+   its kernels are simulated. What fits is a plan.
+
+The candidate with the least estimated time has the next turn (`search.space.candidates`). If no estimate is below the best
+plan, its step has turns on other meshes. The queue ends if those promise nothing either, or if time is over. Without a plan
+it has as long again, and then the candidate with the least memory comes first.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+
+from autoshard.cost_model.errors import first_line
+from autoshard.cost_model.meshes import finer_shapes
+from autoshard.search.memory.batch_states import NotSplittableError
+from autoshard.search.memory.host_updates import host_updates, least_copy_s, least_update_s, updatable
+from autoshard.search.memory.microbatches import batch_divisors, microbatched
+from autoshard.search.memory.residuals import has_loops
+from autoshard.search.mesh_problem import ROUNDING, MeshProblem, StepProblem
+from autoshard.search.options import OFFLOADED, named_axes
+from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
+from autoshard.search.space.candidates import (
+    Candidate,
+    OfPlan,
+    OfRewrite,
+    OfVariant,
+    OnMesh,
+    SolvedVariant,
+    UpdatedElsewhere,
+)
+from autoshard.search.space.certificate import Certificate
+from autoshard.search.space.found import Found, NotFasterError
+from autoshard.search.space.host_arguments import HostArguments
+from autoshard.search.space.rewrites import UncappedSolution
+from autoshard.search.space.smallest_peak import Misfit, plan_of_smallest_peak
+from autoshard.search.space.trials import Baseline, Trials
+from autoshard.search.space.variants import Saving, Variant, Variants
+
+SHARE = 0.2
+"""Share of the time left that one turn may take. Source: a choice of ours; five turns use up two thirds of the time."""
+
+LEAST_TURN_S = 2.0
+"""Seconds that one turn may take in any case. Source: a choice of ours."""
+
+MAX_MICROBATCHES = 64
+"""Largest number of microbatches that is tried if the user names none. Source: a choice of ours."""
+
+KINDS = OfVariant, OnMesh, OfRewrite
+"""The kinds of candidates, each a part of the one before it."""
+
+MAX_FINER = 2
+"""Number of meshes of three axes on which the best plan's step is tried if there are examples for all devices. Source: of up
+to four splits of a mesh, the first two gave the whole gain in twelve models on four clusters."""
+
+
+class Queue:
+    """The search for one step.
+
+    Attributes:
+      trials: the step's best plan so far, and its bounds.
+      certificate: lower bounds on all plans.
+      variants: the estimates of variants; None if all that is fastest fits.
+      open: the candidates.
+      solved: the variants that were solved without a cap.
+      misfits: the variants of which nothing can fit.
+      tried: a sentence for the error message on variants that were tried without success.
+      host_arguments: the arguments that may rest in host memory.
+      tried_elsewhere: steps of plans, with the meshes on which they were solved again.
+    """
+
+    certificate: Certificate
+
+    def __init__(self, trials: Trials) -> None:
+        self.trials, self.step, self.options = trials, trials.step, trials.options
+        self.variants: Variants | None = None
+        self.open: list[Candidate] = []
+        self.solved: list[SolvedVariant] = []
+        self.misfits: list[Misfit] = []
+        self.tried = ""
+        self.host_arguments = HostArguments(self.step, trials.cluster, self.options)
+        self._is_extended = False
+        self.tried_elsewhere: set[tuple[StepProblem, tuple[int, ...]]] = set()
+
+    @property
+    def best(self) -> Found | None:
+        """The best plan so far."""
+        return self.trials.best
+
+    def run(self) -> Found:
+        """The best plan.
+
+        Raises:
+          InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
+          InputError: the step cannot be split into the number of microbatches that the user names.
+          NotFasterError: no plan is faster than the rival.
+        """
+        first = self._begin()
+        self._go_through()
+        if self.best is None:
+            return plan_of_smallest_peak(self.trials, first, self.misfits, self.tried, _found)
+        if self.trials.rival and self.best is self.trials.rival.found:
+            raise NotFasterError
+        return self.best
+
+    def _go_through(self) -> None:
+        """Gives the candidates their turns."""
+        self.trials.watch.lap("recompute")
+        for candidate in self._turns():
+            before = self.best
+            self.open.remove(candidate)
+            self.open += candidate.take(max(SHARE * self.trials.deadline.left_s, LEAST_TURN_S))
+            self.trials.watch.lap("recompute")
+            if isinstance(candidate, OfPlan) and candidate.on_mesh:
+                self.tried_elsewhere.add((candidate.plan.step_problem, candidate.shape))
+            self._learn()
+            if self.best and self.best is not before:
+                self._meet_neighbours(self.best)
+
+    def _turns(self) -> Iterator[Candidate]:
+        """The candidates in the order of their turns."""
+        while not self.trials.deadline.is_over and (candidate := self._most_promising()):
+            yield candidate
+        if self.best is None and self.open:
+            self.trials.go_on()
+            self._is_extended = True
+            yield from self._turns_besides()
+
+    def _turns_besides(self) -> Iterator[Candidate]:
+        """The candidates that have turns in the time besides. A variant, a mesh of it and a rewrite there have turns in any
+        case."""
+        for n in count():
+            candidate = self._most_promising()
+            if candidate is None or (self.trials.deadline.is_over and (self.best or n >= len(KINDS))):
+                return
+            yield candidate
+
+    def _most_promising(self) -> Candidate | None:
+        """The candidate whose turn is next; None if none promises a better plan."""
+        if self.best is None:
+            return min(self.open, key=self._urgency, default=None)
+        promising = [one for one in self.open if one.estimate_s < self.trials.least_s]
+        return min(promising, key=lambda one: (_is_of_plan(one), one.estimate_s), default=None)
+
+    def _urgency(self, candidate: Candidate) -> tuple[float, float]:
+        """The key by which candidates are ordered if there is no plan, the next one first."""
+        estimate_s, least_bytes = candidate.estimate_s, candidate.least_bytes
+        return (least_bytes, estimate_s) if self._is_extended else (estimate_s, least_bytes)
+
+    # --- the beginning
+
+    def _begin(self) -> Baseline:
+        """Solves the step as it is written, and opens the queue with all that may be better."""
+        trials, before = self.trials, self.best
+        step_problem = self._prepared(Variant(1))
+        on_meshes = trials.on_all_meshes(step_problem)
+        first = trials.baseline(step_problem, on_meshes, self.options.limit_s)
+        self.certificate = Certificate(trials, first)
+        self.host_arguments.check_room(on_meshes)
+        uncapped = [one for one in first.uncapped if one.cost_s < trials.least_s]
+        if uncapped:
+            self._open_variants(uncapped[0], on_meshes)
+        if self._cannot_fit(on_meshes):
+            trials.under_cap(step_problem, first.deferred)  # proves that nothing fits
+            self.misfits.append(Misfit(step_problem, on_meshes))
+        else:
+            self.open += self._meshes(Variant(1), first, before)
+        if self.best and self.best is not before:
+            self._meet_neighbours(self.best)
+        return first
+
+    def _open_variants(self, fastest: UncappedSolution, on_meshes: Sequence[MeshProblem]) -> None:
+        """Opens the variants besides the step as it is written, with estimates from its fastest strategies."""
+        pinned = ((one.memory, one.pinned(self.trials.pins)) for one in on_meshes)
+        least_bytes = min(working_bytes(*one) for one in pinned)
+        shard_bytes = {kind: self.host_arguments.shard_bytes(role) for kind, role in OFFLOADED.items()}
+        every = [*self._all_variants(least_bytes)]
+        self.variants = variants = Variants.of(fastest, self.options.memory_bytes, shard_bytes)
+        if self.options.may_recompute:
+            variants.assume_recomputation(least_bytes)
+        self.open += [OfVariant(variants, one, self.trials, self._solved) for one in every]
+
+    def _all_variants(self, least_bytes: float) -> Iterator[Variant]:
+        """The variants besides the first one, without those whose arguments alone are too large for the device.
+
+        Args:
+          least_bytes: lower bound on the undivided memory besides the arguments, on any mesh.
+        """
+        counts = [1]
+        if self.options.microbatches is None:
+            counts += [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
+        for kinds in self._kinds_on_host():
+            hosted = self._hosted(kinds)
+            for num in counts:
+                work_bytes = least_bytes if num == 1 else 0.0
+                if (kinds or num > 1) and not self.host_arguments.is_too_much(hosted, work_bytes):
+                    yield Variant(num, kinds)
+
+    def _kinds_on_host(self) -> Iterator[tuple[str, ...]]:
+        """Kinds of arguments that may rest in host memory together: none, one, and more and more."""
+        kinds: tuple[str, ...] = ()
+        yield kinds
+        may_move = self.options.offload is None and self.trials.cluster.host_bytes_per_node > 0
+        for kind in OFFLOADED if may_move else ():
+            if self.host_arguments.is_worth_moving(self.host_arguments.of_kinds([kind])):
+                kinds = (*kinds, kind)
+                yield kinds
+
+    def _hosted(self, kinds: Sequence[str]) -> frozenset[int]:
+        """The arguments in host memory: those that the user wants there, and some kinds."""
+        return self.host_arguments.asked_for | self.host_arguments.of_kinds(kinds)
+
+    # --- variants
+
+    def _prepared(self, variant: Variant) -> StepProblem:
+        """A variant, prepared for all meshes.
+
+        Raises:
+          NotSplittableError: the step cannot be split into so many microbatches.
+        """
+        step = microbatched(self.step, self.options.microbatches or variant.microbatches)
+        return self.trials.made_ready(step, self._hosted(variant.kinds))
+
+    def _solved(self, variant: Variant, limit_s: float) -> Iterable[Candidate]:
+        """Solves a variant without a cap. Returns the meshes on which it may have a better plan."""
+        trials, num, before = self.trials, variant.microbatches, self.best
+        if variant.kinds:
+            trials.progress(f"{' and '.join(variant.kinds).replace('_', ' ')} on the host")
+        try:
+            step_problem = self._prepared(variant)
+        except NotSplittableError as e:
+            self.tried = f"It has no microbatches: {first_line(e)}."
+            self._drop(lambda one: one.microbatches > 1)
+            return ()
+        on_meshes = trials.on_all_meshes(step_problem)
+        if self._cannot_fit(on_meshes):
+            self.tried = f"Nothing would fit in {num} microbatches either." if num > 1 else self.tried
+            self._drop(lambda one: one.needs_no_less_than(variant))
+            self.misfits.append(Misfit(step_problem, on_meshes))
+            return ()
+        self.tried = f"Up to {num} microbatches were tried too." if num > 1 else self.tried
+        baseline = trials.baseline(step_problem, on_meshes, limit_s)
+        if self.variants:
+            promised_s = min(one.promised_s(one.pinned(trials.pins)) for one in on_meshes)
+            self.variants.took(variant, promised_s)
+        return self._meshes(variant, baseline, before)
+
+    def _cannot_fit(self, on_meshes: Sequence[MeshProblem]) -> bool:
+        """True if nothing can fit, whatever is recomputed or offloaded."""
+        if self.best is not None:
+            return False
+        least_bytes = min(floor_bytes(one.memory, one.pinned(self.trials.pins)) for one in on_meshes)
+        return least_bytes > (1 + ROUNDING) * self.options.memory_bytes
+
+    def _drop(self, is_out: Callable[[Variant], bool]) -> None:
+        """Leaves out variants."""
+        self.open = [one for one in self.open if not (isinstance(one, OfVariant) and is_out(one.variant))]
+
+    def _meshes(self, variant: Variant, baseline: Baseline, before: Found | None) -> list[Candidate]:
+        """The meshes on which a solved variant may have a better plan."""
+        uncapped = [one for one in baseline.uncapped if one.cost_s < self.trials.least_s]
+        if has_loops(baseline.step_problem.step):  # recomputation may make plans that fit faster
+            uncapped += [
+                one for one in _fitting(baseline) if one.on_mesh not in {u.on_mesh for u in uncapped}
+            ]
+        fastest = min(
+            (*uncapped, *baseline.uncapped, *_fitting(baseline)), key=lambda one: one.cost_s, default=None
+        )
+        if fastest is None:
+            return []
+        solved = SolvedVariant(
+            self.trials, self.certificate, self.variants, variant, baseline, before, fastest
+        )
+        self.solved.append(solved)
+        known = {one.on_mesh: one for one in uncapped}
+        others = [one for one in baseline.deferred if one not in known]
+        return [OnMesh(solved, one.shape, one, known.get(one)) for one in (*known, *others)]
+
+    def _learn(self) -> None:
+        """Corrects the estimates of variants by the results so far."""
+        if self.variants is None:
+            return
+        for solved in self.solved:
+            if solved.variant == Variant(1):
+                again = (one.rewrite for one in solved.rewrites if not one.rewrite.offloads)
+                savings = [Saving(one.saved_bytes, one.more_s) for one in again if one.sites]
+                self.variants.savings = savings or self.variants.savings
+            if not solved.has_missed and not any(self._may_improve(one, solved) for one in self.open):
+                solved.has_missed = True
+                if self.best is solved.before:
+                    nearest = self.trials.nearest_of(solved.baseline.step_problem)
+                    self.variants.missed(solved.variant, nearest)
+
+    def _may_improve(self, candidate: Candidate, solved: SolvedVariant) -> bool:
+        """True if a candidate is a part of a variant that promises a better plan."""
+        mesh = candidate.mesh if isinstance(candidate, OfRewrite) else candidate
+        return (
+            isinstance(mesh, OnMesh) and mesh.solved is solved and candidate.estimate_s < self.trials.least_s
+        )
+
+    # --- the best plan on other meshes
+
+    def _meet_neighbours(self, best: Found) -> None:
+        """Opens the neighbours of a new best plan, in place of those of the one before it."""
+        self.open = [one for one in self.open if not _is_of_plan(one)]
+        solved = next((one for one in self.solved if one.is_of(best.step_problem)), None)
+        for shape in dict.fromkeys((best.on_mesh.shape, *self.trials.shapes, *self._finer_shapes(best))):
+            if (best.step_problem, shape) not in self.tried_elsewhere:
+                self.open.append(OfPlan(self.trials, self.certificate, best, shape, solved))
+        updated = self._updated_elsewhere(best)
+        if updated is not None:
+            self.open.append(UpdatedElsewhere(self.trials, best, updated))
+
+    def _finer_shapes(self, best: Found) -> tuple[tuple[int, ...], ...]:
+        """Splits of the plan's mesh or another one into three axes, unless the user asks for a mesh or an axis.
+
+        If examples alone do not split evenly over all devices, a mesh of two axes says little about those of three.
+        """
+        trials = self.trials
+        if self.options.mesh is not None or named_axes(trials.pins):
+            return ()
+        finer = finer_shapes(trials.cluster, best.on_mesh.shape, *trials.shapes)
+        has_examples = max(batch_divisors(self.step), default=1) % trials.cluster.num_devices == 0
+        return finer[:MAX_FINER] if has_examples else finer
+
+    def _updated_elsewhere(self, best: Found) -> frozenset[int] | None:
+        """The arguments to update on the host if the best plan's are updated on the device, and the reverse; None if that
+        cannot pay."""
+        before, cluster = best.step_problem, self.trials.cluster
+        if not before.hosted or not cluster.host_update_bytes_per_s:
+            return None
+        of_step = before.traced, host_updates(before.traced, before.hosted), cluster
+        gain_s = min(best.device.waited_s, 2 * least_copy_s(*of_step))  # copies one way after the other
+        if not before.updated and least_update_s(*of_step) >= gain_s:
+            return None
+        return frozenset[int]() if before.updated else updatable(before.traced, before.hosted)
+
+
+def _found(trials: Trials) -> Found | None:
+    """The best plan of another search."""
+    queue = Queue(trials)
+    queue._begin()
+    queue._go_through()
+    return queue.best
+
+
+def _is_of_plan(candidate: Candidate) -> bool:
+    return isinstance(candidate, OfPlan | UpdatedElsewhere)
+
+
+def _fitting(baseline: Baseline) -> Iterator[UncappedSolution]:
+    """Baseline plans that fit, the fastest first."""
+    for one in sorted(baseline.found, key=lambda one: one.cost_s):
+        yield UncappedSolution(one.on_mesh, one.labels, one.on_mesh.problem.cost_s(one.labels))

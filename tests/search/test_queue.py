@@ -1,0 +1,261 @@
+"""The queue of candidates: who has the next turn, when it ends, and what results teach."""
+
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
+from autoshard.search.solver.clock import WorkClock
+from autoshard.search.space.candidates import OfPlan, OfRewrite, OnMesh, SolvedVariant
+from autoshard.search.space.certificate import Certificate
+from autoshard.search.space.queue import Queue
+from autoshard.search.space.rewrites import Rewrite, UncappedSolution
+from autoshard.search.space.trials import Trials
+from autoshard.search.space.variants import MISSES_BY, Variant
+from tests.search.adamw import adamw_chain
+
+GIB = 1 << 30
+STEP = trace(*adamw_chain(num_layers=2, width=64, rows=64))
+CLUSTER = parse_cluster("64xH100-80GB")
+
+
+@dataclass(eq=False)
+class Prepared:
+    """What the queue knows of a prepared step."""
+
+    step: Step = STEP
+    traced: Step = STEP
+    hosted: frozenset[int] = frozenset()
+
+
+def queue(**options):
+    clock = WorkClock()
+    marks = [""] * len(STEP.arguments)
+    return Queue(Trials(STEP, marks, CLUSTER, Options(GIB, **options), lambda line: None, clock))
+
+
+def plan(seconds, shape=(8, 8), step_problem=None):
+    return SimpleNamespace(
+        cost_s=seconds,
+        communication_s=0.0,
+        on_mesh=SimpleNamespace(shape=shape),
+        step_problem=step_problem or Prepared(),
+    )
+
+
+@dataclass(eq=False)
+class Fake:
+    """A candidate that takes a second, and finds a plan or not."""
+
+    search: Queue
+    taken: list[str]
+    name: str
+    estimate_s: float
+    least_bytes: float = 0.0
+    finds_s: float = math.inf
+    parts: list["Fake"] = field(default_factory=list)
+
+    def take(self, limit_s):
+        self.taken.append(self.name)
+        self.search.trials.clock.spend(1.0)
+        if self.finds_s < self.search.trials.cutoff_s:
+            self.search.trials.best = plan(self.finds_s)
+        return self.parts
+
+
+def turns(search, *candidates):
+    """The candidates that have turns, in order."""
+    taken = list[str]()
+    search.open = [Fake(search, taken, *one) for one in candidates]
+    for candidate in search._turns():
+        search.open.remove(candidate)
+        search.open += candidate.take(1.0)
+    return taken
+
+
+def test_the_least_estimate_has_the_next_turn_and_what_promises_no_better_plan_has_none():
+    found = turns(queue(), ("c", 3.0), ("a", 1.0), ("b", 2.0, 0.0, 2.5), ("d", 2.49))
+    assert found == ["a", "b"]  # 2.49 is not better than 2.5 by more than the gap
+
+
+def test_without_a_plan_all_have_turns():
+    assert turns(queue(), ("b", math.inf, 2.0), ("a", 1.0, 3.0), ("c", math.inf, 3.0)) == ["a", "b", "c"]
+
+
+def test_without_a_plan_the_least_memory_comes_first_in_the_time_besides():
+    search = queue()
+    every = [(str(n), float(n), 100.0 - n) for n in range(40)]
+    taken = turns(search, *every)
+    assert taken[:15] == [str(n) for n in range(15)]
+    assert taken[15:] == [str(n) for n in range(39, 24, -1)]
+    assert search.trials.clock.now_s == 30.0
+
+
+def test_with_a_plan_the_search_ends_in_time():
+    search = queue()
+    every = [("first", 0.0, 0.0, 1e9), *((str(n), 1.0 + n) for n in range(40))]
+    assert len(turns(search, *every)) == 15
+
+
+def solved(search, floors_s=None):
+    baseline = SimpleNamespace(step_problem=Prepared(), floors_s=floors_s or {}, deferred=(), on_meshes=())
+    certificate = Certificate(search.trials, baseline)
+    fastest = UncappedSolution(SimpleNamespace(shape=(8, 8)), (), 1.0)
+    return SolvedVariant(search.trials, certificate, None, Variant(1), baseline, None, fastest)
+
+
+def rewrites(search, monkeypatch, *savings, found=()):
+    """Rewrites of 1 s each on one mesh, where 10 bytes are missing. Each saves so many bytes. The results are a bound and
+    the needed memory."""
+    on_mesh = SimpleNamespace(shape=(8, 8))
+    mesh = OnMesh(solved(search), (8, 8), missing_bytes=10.0)
+    uncapped = UncappedSolution(on_mesh, (), 1.0)
+    mesh.solved.rewrites = [
+        OfRewrite(mesh, on_mesh, Rewrite(uncapped, frozenset({(n,)}), 1.0, 0.0, float(saved)))
+        for n, saved in enumerate(savings)
+    ]
+    results = iter(found)
+
+    def improve(one, limit_s):
+        bound_s, needed_bytes = next(results)
+        monkeypatch.setattr(Trials, "needed_bytes", lambda trials, step_problem: needed_bytes)
+        return mesh.solved.baseline.step_problem, bound_s
+
+    monkeypatch.setattr(OfRewrite, "_improve", improve)
+    return mesh.solved.rewrites
+
+
+def test_a_rewrite_that_missed_rules_out_those_that_save_little_more_but_not_the_one_that_saves_most(
+    monkeypatch,
+):
+    first, less, little_more, enough, most = rewrites(
+        queue(), monkeypatch, 20, 15, 25, 50, 60, found=[(0.5, GIB + 20.0)]
+    )
+    first.take(1.0)
+    assert [one.estimate_s for one in (first, less, little_more)] == [math.inf] * 3
+    assert enough.estimate_s == most.estimate_s == 1.0
+    assert first.least_bytes == math.inf  # it comes last
+
+
+def test_each_miss_asks_for_twice_as_much_more_as_the_one_before_it(monkeypatch):
+    first, second, little_more, enough, most = rewrites(
+        queue(), monkeypatch, 20, 40, 55, 60, 90, found=[(0.5, GIB + 10.0), (0.5, GIB + 10.0)]
+    )
+    first.take(1.0)
+    assert second.estimate_s == 1.0
+    second.take(1.0)
+    assert little_more.estimate_s == math.inf
+    assert enough.estimate_s == most.estimate_s == 1.0
+
+
+def test_without_a_plan_a_rewrite_has_one_more_turn(monkeypatch):
+    (only,) = rewrites(queue(), monkeypatch, 20, found=[(0.5, GIB + 10.0), (0.5, GIB + 10.0)])
+    assert only.take(1.0) == [only]
+    assert only.take(1.0) == []
+
+
+def test_the_rewrite_that_saves_most_has_a_turn_in_any_case(monkeypatch):
+    first, most = rewrites(queue(), monkeypatch, 20, 30, found=[(0.5, math.inf), (0.5, math.inf)])
+    first.take(1.0)  # it misses by an unknown number of bytes
+    assert MISSES_BY * GIB > 10.0
+    assert most.estimate_s == 1.0
+    most.take(1.0)
+    assert most.estimate_s == math.inf
+
+
+@pytest.mark.parametrize(("bound_s", "slowness"), [(0.5, 1.44**0.5), (4.0, 2.0)])
+def test_a_rewrite_that_is_slower_than_its_estimate_raises_those_of_others_half_of_the_way(
+    monkeypatch, bound_s, slowness
+):
+    """There is a plan of 1.44 s, and nothing faster is found of a rewrite of an estimated second."""
+    search = queue()
+    search.trials.best = plan(1.44)
+    first, other = rewrites(search, monkeypatch, 20, 30, found=[(bound_s, math.inf)])
+    first.take(1.0)
+    assert other.estimate_s == pytest.approx(slowness)
+
+
+def test_another_mesh_is_expected_to_need_what_saves_as_much_on_the_first_one(monkeypatch):
+    search = queue()
+    one, two = rewrites(search, monkeypatch, 60, 40)
+    of_variant = one.mesh.solved
+    one.rewrite, two.rewrite = (
+        Rewrite(one.rewrite.uncapped, frozenset(), 1.3, more_s, saved)
+        for more_s, saved in ((0.2, 60.0), (0.1, 40.0))
+    )
+    held = SimpleNamespace(peak=lambda labels: SimpleNamespace(num_bytes=GIB + 50.0))
+    uncapped = UncappedSolution(SimpleNamespace(memory=held), (), 1.0)
+    other = OnMesh(of_variant, (64,), None, uncapped)
+    assert other.estimate_s == 1.0  # nothing is estimated yet
+    of_variant.is_estimated = True
+    assert other.estimate_s == 1.2
+    two.rewrite = Rewrite(one.rewrite.uncapped, frozenset(), 1.35, 0.1, 60.0, frozenset({(0,)}))
+    assert other.estimate_s == 1.2  # to offload costs 0.35 s
+    of_variant.rewrites = []
+    assert other.estimate_s == math.inf
+
+
+@pytest.mark.parametrize(
+    ("options", "finer"), [({}, [(2, 4, 8), (8, 2, 4)]), ({"mesh": (8, 8)}, [])], ids=["any", "asked"]
+)
+def test_the_best_plans_step_is_tried_on_the_other_meshes_and_on_splits_of_its_own(options, finer):
+    search = queue(**options)
+    search.certificate = solved(search).certificate
+    search._meet_neighbours(plan(1.0))
+    shapes = [one.shape for one in search.open]
+    assert shapes[0] == (8, 8)
+    assert set(shapes) == {*search.trials.shapes, *finer}
+    better = plan(0.9, (2, 4, 8))
+    search.tried_elsewhere.add((better.step_problem, (64,)))
+    search._meet_neighbours(better)
+    assert search.open[0].shape == (2, 4, 8)
+    assert (64,) not in [one.shape for one in search.open]
+    assert all(one.plan.cost_s == 0.9 for one in search.open)
+
+
+def test_neighbours_come_after_all_others_that_promise_a_better_plan():
+    search, taken = queue(), []
+    first = solved(search, {(8, 8): 0.5, (64,): 0.1})
+    search.trials.best = plan(1.0)
+    search.trials.best.communication_s = 0.5
+    neighbour = OfPlan(search.trials, first.certificate, search.trials.best, (64,))
+    search.open = [neighbour, Fake(search, taken, "other", 0.9)]
+    assert neighbour.estimate_s < 0.9
+    assert search._most_promising() is search.open[1]
+    search.open.pop()
+    assert search._most_promising() is neighbour
+
+
+def test_a_plan_on_another_mesh_is_expected_halfway_between_its_time_and_its_bound():
+    search = queue()
+    first = solved(search, {(8, 8): 0.5, (64,): 0.4, (2, 32): 0.9})
+    found = plan(1.0)
+    found.communication_s = 0.2  # computation takes 0.8 s on any mesh
+    assert OfPlan(search.trials, first.certificate, found, (64,)).estimate_s == pytest.approx(0.9)
+    assert OfPlan(search.trials, first.certificate, found, (2, 32)).estimate_s == pytest.approx(0.95)
+
+
+def test_a_loops_recomputation_is_looked_at_though_nothing_is_missing():
+    """To stack its residuals takes time, and the estimates of recomputation are a little too high."""
+
+    def step(w, x):
+        def loss(w):
+            return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=4)[0].sum()
+
+        return w - jax.grad(loss)(w)
+
+    scanned = trace(step, *(jax.ShapeDtypeStruct((8, 8), jnp.float32) for _ in range(2)))
+    search = queue()
+    of_loops, of_others = solved(search), solved(search)
+    of_loops.baseline.step_problem.step = scanned
+    for one, is_loop in ((of_loops, True), (of_others, False)):
+        held = SimpleNamespace(peak=lambda labels: SimpleNamespace(num_bytes=1e9))
+        uncapped = UncappedSolution(SimpleNamespace(memory=held), (), 1.0)
+        assert (OnMesh(one, (64,), None, uncapped).estimate_s < 1.0) == is_loop
