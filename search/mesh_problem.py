@@ -374,18 +374,18 @@ class MeshProblem:
         last = Deadline.after(time_limit_s + EXTRA_S, self.clock)
         best = None
 
-        def asked(
+        def solved(
             under_bytes: float, rows: Sequence[MemoryConstraint], left_s: float, known: Known
-        ) -> _Asked:
+        ) -> _Simulated:
             beat_s = best[0].cost_s if best else cutoff_s
             solution = self.solve(kept, int(under_bytes), left_s, beat_s, rows, relative_gap, known)
-            return self._asked(solution, limit_bytes, surely_fits_bytes)
+            return self._simulated(solution, limit_bytes, surely_fits_bytes)
 
-        def propose(under_bytes: float, rows: Sequence[MemoryConstraint]) -> _Asked | None:
+        def propose(under_bytes: float, rows: Sequence[MemoryConstraint]) -> _Simulated | None:
             if under_bytes == limit_bytes and not rows:
-                return _under_cap(partial(asked, limit_bytes, ()), limit_bytes, deadline, known)
+                return _under_cap(partial(solved, limit_bytes, ()), limit_bytes, deadline, known)
             try:
-                return asked(under_bytes, rows, max(ROUND_SHARE * deadline.left_s, LEAST_ROUND_S), known)
+                return solved(under_bytes, rows, max(ROUND_SHARE * deadline.left_s, LEAST_ROUND_S), known)
             except NoFitError:
                 if last.is_over:
                     raise
@@ -410,9 +410,9 @@ class MeshProblem:
         assert found is not None, "the kernels were asked"
         raise TooLargeError(solution.labels, found, limit_bytes, bound_s=bound_s)
 
-    def _asked(
+    def _simulated(
         self, solution: branch_and_bound.Solution, limit_bytes: int, surely_fits_bytes: float
-    ) -> "_Asked":
+    ) -> "_Simulated":
         """A solution with the memory of its kernels, unless it surely fits."""
         held_bytes = self.memory.peak(solution.labels).num_bytes
         if held_bytes < surely_fits_bytes:
@@ -438,7 +438,7 @@ class MeshProblem:
             latest = propose(rows)
             labels, predicted = latest.proposal
             found.append((labels, self.larger_peak(labels, predicted)))
-            if latest.blind_row is None or not latest.is_missed(latest.expected_bytes) or deadline.is_over:
+            if latest.blind_row is None or not latest.is_blind(latest.expected_bytes) or deadline.is_over:
                 break
             rows = (*rows, latest.blind_row())
         labels, peak = min(found, key=lambda one: one[1].num_bytes)
@@ -641,13 +641,13 @@ class MeshProblem:
         return violated
 
 
-type _Asked = Round[tuple[branch_and_bound.Solution, Prediction | None]]
+type _Simulated = Round[tuple[branch_and_bound.Solution, Prediction | None]]
 """A solution, with the prediction of its kernels if they were asked."""
 
 
 def _under_cap(
-    solve: Callable[[float, Known], _Asked], limit_bytes: int, deadline: Deadline, known: Known
-) -> _Asked:
+    solve: Callable[[float, Known], _Simulated], limit_bytes: int, deadline: Deadline, known: Known
+) -> _Simulated:
     """The solution under the cap itself, with a lower bound. It gets a share of the time, and the rest if it fits or if no
     row of memory was in its way.
 

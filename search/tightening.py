@@ -9,8 +9,8 @@ to correct the faster model:
    keeps to a limit, the next one lies halfway back, and no limit below the failed one is tried again.
 2. Rows are added that see the arrays that the faster model missed at the peaks of the proposals so far.
 
-Lower limits lead to a proposal that fits within a few rounds, most often. But they forbid more than they must. So additional
-rows come second, and the caller may ask for proposals that are better than the best one so far.
+Lower limits usually lead to a proposal that fits within a few rounds, but they forbid more than they must. Additional rows
+come second. By then the caller may ask for proposals that beat the best one so far.
 
 Lower limits and additional rows are not part of the original problem. A bound that is proven under them holds for fewer
 plans. So only the first round's lower bound on the step time holds for all plans that fit the cap.
@@ -47,7 +47,7 @@ class Round[Proposal]:
     needed_bytes: float
     blind_row: Callable[[], MemoryConstraint] | None = None
 
-    def is_missed(self, cap_bytes: float) -> bool:
+    def is_blind(self, cap_bytes: float) -> bool:
         """True if the faster model misses arrays of the proposal that a row would see."""
         return self.blind_row is not None and self.needed_bytes > BLIND * cap_bytes
 
@@ -69,7 +69,7 @@ def tightened[Proposal](
         missed = list[Round[Proposal]]()
         for latest in _with_lower_limits(propose, rows, cap_bytes, least_bytes):
             yield latest
-            missed += [latest] * latest.is_missed(cap_bytes)
+            missed += [latest] * latest.is_blind(cap_bytes)
             if rows and missed:
                 break  # more rows say more than lower limits
         if not missed:

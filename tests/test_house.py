@@ -16,6 +16,17 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("autoshard", "cost_model", "executors", "search")
 """The last three are packages inside the first."""
 
+UP_TO_PLANS = (
+    "autoshard.cost_model",
+    "autoshard.search.ir",
+    "autoshard.search.solver",
+    "autoshard.search.problem",
+    "autoshard.search.memory",
+    "autoshard.search.device",
+    "autoshard.search.plan",
+)
+"""The rooms on the floors up to that of plans."""
+
 MAY_IMPORT = {
     "autoshard.cost_model": (),
     "autoshard.search.solver": (),
@@ -58,13 +69,7 @@ MAY_IMPORT = {
     ),
     "autoshard.search.plan.plan": ("autoshard.cost_model", "autoshard.search.plan", "autoshard.report"),
     "autoshard.search.pipeline": (
-        "autoshard.cost_model",
-        "autoshard.search.ir",
-        "autoshard.search.solver",
-        "autoshard.search.problem",
-        "autoshard.search.memory",
-        "autoshard.search.device",
-        "autoshard.search.plan",
+        *UP_TO_PLANS,
         "autoshard.search.solver.clock",
         "autoshard.search.garbage",
         "autoshard.search.mesh_problem",
@@ -72,15 +77,7 @@ MAY_IMPORT = {
         "autoshard.search.stopwatch",
         "autoshard.search.tightening",
     ),
-    "autoshard.search": (
-        "autoshard.cost_model",
-        "autoshard.search.ir",
-        "autoshard.search.solver",
-        "autoshard.search.problem",
-        "autoshard.search.memory",
-        "autoshard.search.device",
-        "autoshard.search.plan",
-    ),
+    "autoshard.search": UP_TO_PLANS,
     "autoshard.search.space": ("autoshard.cost_model", "autoshard.search"),
     "autoshard.search.driver": ("autoshard.cost_model", "autoshard.search"),
     "autoshard.search.explained_memory": ("autoshard.cost_model", "autoshard.search"),
@@ -145,6 +142,8 @@ def test_each_room_of_the_search_is_in_the_table():
     folders = {path.parent.name for path in (ROOT / "search").glob("*/__init__.py")}
     rooms = [room.removeprefix("autoshard.search.") for room in MAY_IMPORT if is_in(room, "autoshard.search")]
     assert folders <= {*rooms}
+    paths = [ROOT.joinpath("search", *room.split(".")) for room in rooms if room != "autoshard.search"]
+    assert all(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
 
 
 def test_rooms_stand_on_floors():

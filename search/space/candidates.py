@@ -1,9 +1,9 @@
 """Candidates: sets of plans that are not searched yet, each with an estimate of its best plan.
 
 Estimates order candidates, and results correct them. A rewrite that is slower than its estimate raises the estimates on
-its mesh: half of the way in logarithms, because neighbouring estimates differ by less than their error. One that misses
-the cap rules out those that save little more, and the next miss twice as many; the one that saves most has a turn in any
-case.
+its mesh: half of the way in logarithms, because neighbouring estimates differ by less than their error. A rewrite that
+misses the cap rules out others that save little more. The margin doubles with each miss. The rewrite that saves most has a
+turn in any case.
 """
 
 import math
@@ -158,30 +158,29 @@ class SolvedVariant:
 
     def known(self, on_mesh: MeshProblem) -> Known:
         """A bound on the uncapped step on a mesh, and a warm start from the fastest solution if the mesh splits its mesh."""
-        before, known = (
-            self.fastest.on_mesh,
-            Known(bound_s=self.baseline.floors_s.get(on_mesh.shape, -math.inf)),
-        )
+        before = self.fastest.on_mesh
+        known = Known(bound_s=self.baseline.floors_s.get(on_mesh.shape, -math.inf))
         if on_mesh.shape not in finer_shapes(self.trials.cluster, before.shape):
             return known
         return replace(known, start=for_finer_mesh(before, self.fastest.labels, on_mesh), is_enough=False)
 
     def stacking_s(self, num_bytes: float) -> float:
         """Seconds to stack residuals of loops, at most."""
-        return (
-            STACKING_PASSES * pass_s_per_byte(self.trials.cluster.device) * num_bytes
-            if self.has_loops
-            else 0.0
-        )
+        if not self.has_loops:
+            return 0.0
+        return STACKING_PASSES * pass_s_per_byte(self.trials.cluster.device) * num_bytes
 
     def missed(self, rewrite: "OfRewrite", missed_bytes: float) -> None:
-        """Notes by how much a rewrite missed the cap. The first miss asks for so much more, the second one for twice as much
-        more, and so on, because a plan does not always need as much less as a rewrite saves more."""
+        """Notes by how many bytes a rewrite missed the cap.
+
+        The next rewrite must save as many bytes more after the first miss, and twice, four times as many after later ones,
+        because a plan may need fewer bytes less than its rewrite saves more.
+        """
         wanted_bytes = rewrite.spare_bytes + 2**self.num_missed * missed_bytes
         self.enough_bytes, self.num_missed = max(self.enough_bytes, wanted_bytes), self.num_missed + 1
 
     def seems_to_fit(self, rewrite: "OfRewrite") -> bool:
-        """True if a rewrite saves enough after those that missed the cap, or more than all others of its kind."""
+        """True if a rewrite saves enough to keep to the cap, by the misses so far, or if none of its kind saves more."""
         kin = (one.spare_bytes for one in self.rewrites if one.rewrite.offloads == rewrite.rewrite.offloads)
         return rewrite.spare_bytes >= min(self.enough_bytes, max(kin))
 
@@ -222,14 +221,13 @@ class OnMesh:
         """The first turn solves it without a cap, if that was not done yet; the next one estimates rewrites."""
         trials, step_problem = self.solved.trials, self.solved.baseline.step_problem
         self.on_mesh = on_mesh = self.on_mesh or trials.put_on(step_problem, self.shape)
+        deadline = Deadline.after(limit_s, trials.clock)
         if self.uncapped is None:
-            deadline = Deadline.after(limit_s, trials.clock)
             known = self.solved.known(on_mesh)
             found, _ = without_cap([on_mesh], trials.pins, trials.least_s, deadline, known)
             self.uncapped = next(iter(found), None)
             return [self] if self.uncapped else []
         options = trials.options
-        deadline = Deadline.after(limit_s, trials.clock)
         estimates = Estimates(step_problem, self.uncapped, trials.pins, options.memory_bytes, deadline)
         may_stay = on_mesh in self.solved.baseline.deferred or on_mesh not in self.solved.baseline.on_meshes
         found = estimates.rewrites(
@@ -299,11 +297,8 @@ class OfRewrite:
 
     def _improve(self, limit_s: float) -> tuple[StepProblem, float]:
         """Looks for a better plan; returns the step, and a lower bound on its plans."""
-        trials, baseline, rewrite = (
-            self.mesh.solved.trials,
-            self.mesh.solved.baseline.step_problem,
-            self.rewrite,
-        )
+        solved, rewrite = self.mesh.solved, self.rewrite
+        trials, baseline = solved.trials, solved.baseline.step_problem
         prefix, where = progress_prefix(baseline.traced), f"mesh {format_mesh(rewrite.shape)}"
         if not rewrite.sites and not rewrite.offloaded_sites:
             trials.progress(f"{prefix}{where}, under the cap")
