@@ -271,11 +271,16 @@ class _Search:
         return min(self._worth_s(), self._within_gap(part.least_priced_s())) + part.allowance_s
 
     def _start(self) -> None:
-        """Offers the local optima below the starting assignments, the cheapest first, until one fits. If none does, offers
-        the starting assignments themselves, and descends from the first that fits without leaving the limit."""
-        for labels in self.opening.starts:
-            if not self._offer(labels) and self.planes.fits(labels):
+        """Offers the local optima below the starting assignments, while there is time. If none fits, offers the starting
+        assignments themselves, and descends from the first that fits without leaving the limit."""
+        has_fit = False
+        for start in self.opening.starts:
+            if self._is_enough:
                 return
+            labels = self.opening.below(start)
+            has_fit |= not self._offer(labels) and self.planes.fits(labels)
+        if has_fit:
+            return
         for labels in self.opening.given:
             if not self._offer(labels) and self.planes.fits(labels):
                 self._improve_within(labels)
@@ -397,7 +402,7 @@ class _Search:
         for _ in range(MAX_REPAIRS):
             rows = self.planes.rows if by_rows else near(self.planes.rows, labels)
             labels = self._descended(part, labels, rows, price_s)
-            if self.planes.of(labels)[0] >= self.cost_s:
+            if self.planes.of(labels)[0] >= self.cost_s or self._is_enough:
                 return
             if not self.planes.fits(labels):
                 price_s = 4.0 * price_s
@@ -470,6 +475,11 @@ class _Search:
     def _is_open(self, part: Relaxation) -> bool:
         """True if a part may hold a better assignment and there is time to search it."""
         return self._left_s() > 0 and not self._is_closed(part)
+
+    @property
+    def _is_enough(self) -> bool:
+        """True if time is over and there is an answer."""
+        return self.labels is not None and self._left_s() <= 0
 
     def _left_s(self) -> float:
         """Seconds left of the time limit, or of the saving that is still possible over `num_runs`."""

@@ -10,7 +10,7 @@ the cost of every assignment, fitting or not. Once it meets the cheapest assignm
 prices can raise it further.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 import numpy as np
@@ -53,6 +53,7 @@ class Opening:
         self.bound_s = -np.inf
         self.met_s: dict[Labels, float] = {}
         self._contraction: Contraction | None = None
+        self._below: dict[Labels, Labels] = {}
 
     def contraction(self, worth_s: float) -> Contraction:
         """The contraction of earlier searches, if it still holds all assignments that cost less than `worth_s`; else a new
@@ -116,12 +117,14 @@ class Opening:
         """The cost of each starting assignment."""
         return {labels: self.problem.cost_s(labels) for labels in self._starts()}
 
-    @cached_property
-    def starts(self) -> tuple[Labels, ...]:
-        """The local optima below the cheaper starting assignments (`START_RANGE`), the cheapest first."""
-        cost_s = self._given_s
-        most_s, found = START_RANGE * min(cost_s.values(), default=np.inf), dict[Labels, float]()
-        for labels in (labels for labels in self.given if cost_s[labels] < most_s):
-            better = descend(self.problem, (), np.inf, 0.0, labels, self.clock)
-            found[better] = self.problem.cost_s(better)
-        return tuple(sorted(found, key=found.__getitem__))
+    @property
+    def starts(self) -> Iterator[Labels]:
+        """The cheaper starting assignments (`START_RANGE`), the cheapest first."""
+        most_s = START_RANGE * min(self._given_s.values(), default=np.inf)
+        return (labels for labels in self.given if self._given_s[labels] < most_s)
+
+    def below(self, start: Labels) -> Labels:
+        """The local optimum below a starting assignment."""
+        if start not in self._below:
+            self._below[start] = descend(self.problem, (), np.inf, 0.0, start, self.clock)
+        return self._below[start]
