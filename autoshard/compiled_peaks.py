@@ -31,6 +31,7 @@ from autoshard.cost_model.xla.process import Compiler
 from autoshard.limits import Trial, next_limit
 from autoshard.options import ALWAYS, NEVER, Options
 from autoshard.progress import Progress
+from autoshard.search import driver
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.options import Options as SearchOptions
@@ -168,11 +169,18 @@ def one_program(
 
     share, judge = TimeShare(options), judge_of(cluster, asked, progress)
 
+    first: list[SearchResult] = []
+
     def search(limit_bytes: int, limit_s: float | None, report: Progress) -> SearchResult:
-        return planning.find(step, cluster, share.options(limit_bytes, limit_s), report)
+        options = share.options(limit_bytes, limit_s)
+        if first:
+            return driver.find_under(first[0], step, cluster, options, report)
+        first.append(planning.find(step, cluster, options, report))
+        return first[0]
 
     is_asked = asked.verify == ALWAYS
-    return kept(search, judge, options.memory_bytes, progress, is_asked, options.time_limit_s)
+    found = kept(search, judge, options.memory_bytes, progress, is_asked, options.time_limit_s)
+    return replace(found, under=None)  # all that the search has learned is large
 
 
 def kept[F: Any](

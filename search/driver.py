@@ -79,6 +79,7 @@ class SearchResult(PlanOnStep):
       short: the shortened step, if one was searched.
       uncapped_bounds_s: by mesh, a lower bound on all plans without a cap.
       anew: names of decisions of a loaded plan that contradicted its edits, and were decided anew or dropped.
+      under: goes on with the search under a lower cap, to find a plan there; None if there is no search.
     """
 
     problem: StepProblem
@@ -88,6 +89,7 @@ class SearchResult(PlanOnStep):
     short: Shortened | None = None
     uncapped_bounds_s: Bounds = field(default_factory=dict[tuple[int, ...], float])
     anew: tuple[str, ...] = ()
+    under: "GoOn | None" = None
 
     def bounded(self, bound_s: float) -> "SearchResult":
         """The result, certified by a lower bound on the computation and communication of all plans."""
@@ -175,6 +177,10 @@ class SearchResult(PlanOnStep):
         return replace(self, problem=problem, on_mesh=on_mesh, chosen=chosen, short=None)
 
 
+type GoOn = Callable[[Options, Progress], SearchResult]
+"""Goes on with a search under a lower cap, with what it has learned."""
+
+
 @uncollected()
 def find(
     step: Step, cluster: Cluster, options: Options, progress: Progress = lambda line: None
@@ -236,6 +242,24 @@ def _on_mesh_of(best: Found, step: Step, cluster: Cluster, options: Options) -> 
     few, on_mesh = short.step if short else step, best.on_mesh
     problem = StepProblem.of(few, pin_marks(few, options.pins or {}), cluster.device, clock=on_mesh.clock)
     return problem.on(cluster, on_mesh.shape, on_mesh.memory.costed.resharder).memory.costed
+
+
+def find_under(
+    first: SearchResult,
+    step: Step,
+    cluster: Cluster,
+    options: Options,
+    progress: Progress = lambda line: None,
+) -> SearchResult:
+    """The fastest plan that fits a lower cap than the one of the first search, which goes on if it can.
+
+    Raises:
+      InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
+    """
+    with suppress(NoFitError, PlanError):
+        if first.under:
+            return first.under(options, progress)
+    return find(step, cluster, options, progress)
 
 
 def find_as_written(
@@ -321,13 +345,30 @@ def _by_few_layers(
     """
     with suppress(NoFitError, PlanError):
         found = _found(step, short, cluster, options, progress, watch, rival)
-        if found.problem.offloaded_sites:  # when a layer's residuals are copied depends on its neighbours
-            progress("the same on all layers")
-            return _on_all_layers(found, step, cluster, options, watch)
-        found.check_goes_together()
-        watch.lap("graph")
-        return found.with_plan(search_s=watch.seconds)
+        return _suited(found, step, cluster, options, progress, watch)
     return None
+
+
+def _suited(
+    few: SearchResult, step: Step, cluster: Cluster, options: Options, progress: Progress, watch: Stopwatch
+) -> SearchResult:
+    """The shortened step's plan, if it suits the whole step. If it offloads residuals, the whole step is solved with it.
+
+    Raises:
+      NoFitError: its strategies do not suit the whole step, or nothing fits there.
+      PlanError: the whole step cannot recompute the ops that the shortened step recomputes.
+    """
+
+    def under(lower: Options, report: Progress) -> SearchResult:
+        assert few.under is not None, "it was searched"
+        return _suited(few.under(lower, report), step, cluster, lower, report, Stopwatch(step.trace_s))
+
+    if few.problem.offloaded_sites:  # when a layer's residuals are copied depends on its neighbours
+        progress("the same on all layers")
+        return replace(_on_all_layers(few, step, cluster, options, watch), under=under)
+    few.check_goes_together()
+    watch.lap("graph")
+    return replace(few.with_plan(search_s=watch.seconds), under=under)
 
 
 def _found(
@@ -348,12 +389,25 @@ def _found(
     searched = short.step if short else step
     marks = pin_marks(searched, options.pins or {})
     trials = Trials(searched, marks, cluster, options, progress, options.new_clock(), watch, rival)
-    search = Queue(trials)
-    best = search.run()
+    return _result(Queue(trials), step, short, cluster)
+
+
+def _result(search: Queue, step: Step, short: Shortened | None, cluster: Cluster) -> SearchResult:
+    """The result of a search, of a step or of the shortened step that represents it.
+
+    Raises:
+      InfeasibleError: nothing fits.
+      NotFasterError: no plan is faster than the rival.
+    """
+    best, trials = search.run(), search.trials
+
+    def under(lower: Options, report: Progress) -> SearchResult:
+        return _result(search.under(lower, report), step, short, cluster)
+
     bounds_s = search.certificate.bounds_s(best)
-    found = _finished(step, best, cluster, options, tuple(bounds_s), watch, short)
+    found = _finished(step, best, cluster, trials.options, tuple(bounds_s), trials.watch, short)
     tried = trials.tried.candidates(best, bounds_s)
-    found = replace(found, uncapped_bounds_s=search.certificate.uncapped_s)
+    found = replace(found, uncapped_bounds_s=search.certificate.uncapped_s, under=under)
     return found.with_plan(candidates=tried).bounded(min(bounds_s.values()))
 
 

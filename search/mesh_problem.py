@@ -38,11 +38,14 @@ from autoshard.search.problem.seeds import seeds
 from autoshard.search.problem.strategy_graph import StrategyGraph, strategy_graph
 from autoshard.search.problem.streams import Hiding
 from autoshard.search.problem.traffic import Traffic
+from autoshard.search.problem.workspaces import workspaces
 from autoshard.search.solver import branch_and_bound
 from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.cap_curve import CapCurve
 from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock
 from autoshard.search.solver.neighbourhoods import reoptimised
 from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
+from autoshard.search.solver.separation import Violated, separation_oracle
 from autoshard.search.tightening import MAX_ROWS, Round, tightened
 
 RELATIVE_GAP = 5e-3
@@ -100,7 +103,7 @@ EDGE_S = 1.2e-4
 ENTRY_S = 6e-8
 """Nominal seconds for a mesh's costs, per entry of an edge."""
 
-RULE_S = 8e-6
+RULE_S = 1.5e-6
 """Nominal seconds for a plan by rule, per edge."""
 
 KERNEL_S = 2e-4
@@ -113,12 +116,10 @@ class Known:
 
     Attributes:
       start: strategies for a warm start.
-      is_enough: True if these replace the plans by rule as starts.
       bound_s: a lower bound on all strategies that fit.
     """
 
     start: Labels | None = None
-    is_enough: bool = True
     bound_s: float = -np.inf
 
 
@@ -248,7 +249,8 @@ class StepProblem:
     ) -> "MeshProblem":
         """The problem on one mesh. A given resharder shares its known costs."""
         costed = price(self.graph, self.kernels, resharder or Resharder(MeshModel(cluster, shape)))
-        memory, host = Memory(costed, self.items), Memory(costed, self.host_items)
+        memory = Memory(costed, self.items, workspaces(self.graph.folded, cluster.device))
+        host = Memory(costed, self.host_items)
         self.clock.spend(STRATEGY_S * sum(map(len, costed.strategies)))
         hiding = Hiding(costed, self.traffic)
         return MeshProblem(memory, host, self.live_ranges, hiding, DecisionCodec(costed), self.clock)
@@ -522,18 +524,35 @@ class MeshProblem:
             raise NoFitError(f"no strategies fit {limit_bytes} bytes", bound_s=np.inf)
         if self.host.least_bytes(kept) > self.host_limit_bytes:
             raise NoFitError(f"no strategies fit {self.host_limit_bytes} bytes of the host's", bound_s=np.inf)
-        solution = branch_and_bound.solve(
-            self._opening(kept, known),
-            limit_bytes=float(limit_bytes),
-            rows=[restricted_row(row, kept) for row in rows],
-            violated=self._violated(kept, limit_bytes),
-            time_limit_s=time_limit_s,
-            relative_gap=relative_gap,
-            cutoff_s=cutoff_s,
-            known_s=known.bound_s,
-            num_runs=NUM_STEPS,
-        )
+        search = self._search(kept, limit_bytes, rows, relative_gap, known)
+        solution = search.run(time_limit_s, cutoff_s, known.bound_s)
         return replace(solution, labels=_original(kept, solution.labels))
+
+    def _search(
+        self,
+        kept: Sequence[np.ndarray],
+        limit_bytes: int,
+        rows: Sequence[MemoryConstraint],
+        relative_gap: float,
+        known: Known,
+    ) -> branch_and_bound.Search:
+        """A search under a limit. The latest one without additional rows goes on if it is asked for again."""
+        key = tuple(one.tobytes() for one in kept), limit_bytes, relative_gap
+        if not rows and key in self._last_search:
+            return self._last_search[key]
+        own_rows = [restricted_row(row, kept) for row in rows]
+        violated = separation_oracle(own_rows, self._violated(kept, limit_bytes), limit_bytes)
+        opening = self._opening(kept, known)
+        search = branch_and_bound.Search(opening, float(limit_bytes), violated, relative_gap, NUM_STEPS)
+        if not rows:
+            self._last_search.clear()
+            self._last_search[key] = search
+        return search
+
+    @cached_property
+    def _last_search(self) -> dict[tuple[tuple[bytes, ...], int, float], branch_and_bound.Search]:
+        """The latest search, by the kept strategies, the limit and the gap."""
+        return {}
 
     def with_less_memory(self, kept: Sequence[np.ndarray], labels: Labels, deadline: Deadline) -> Labels:
         """Some of the kept strategies that are slower than the given ones by the gap at most, and hold less where these
@@ -550,6 +569,14 @@ class MeshProblem:
         problem = merged(Problem(tuple(costs), restricted.edges))
         found, _ = reoptimised(problem, _renumbered(kept, labels), deadline)
         return _original(kept, found)
+
+    def cap_curve(self, kept: Sequence[np.ndarray], relative_gap: float) -> CapCurve:
+        """Lower bounds on the cost of the kept strategies under every limit."""
+
+        def violated(limit_bytes: float) -> Violated:
+            return self._violated(kept, int(limit_bytes))
+
+        return CapCurve(self._opening(kept), violated, self.memory.least_bytes(kept), relative_gap)
 
     def completed(self, kept: Sequence[np.ndarray]) -> Labels:
         """The cheapest of the kept strategies, if few are left. Only these are priced.
@@ -579,7 +606,7 @@ class MeshProblem:
         if self._last_opening.get(key) is None:
             self._last_opening.clear()  # one is reused many times, others hardly ever
             start = () if known.start is None else (known.start,)
-            rules = () if start and known.is_enough else seeds(self.memory.costed, self.problem, kept)
+            rules = seeds(self.memory.costed, self.problem, kept)
             starts = partial(self._starts, tuple(kept), chain(start, rules))
             self._last_opening[key] = branch_and_bound.Opening(self._restricted(kept), starts, self.clock)
         return self._last_opening[key]

@@ -15,15 +15,13 @@ from typing import Any
 from autoshard.cost_model.xla.gpu_targets import is_hopper_or_later
 from autoshard.search.ir.factors.reduction import POOLING_GRADIENT
 from autoshard.search.ir.spec import shard_shape
-from autoshard.search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
+from autoshard.search.problem.convolution_copies import ConvolutionCopy
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.fusion import Fusion, is_view
 from autoshard.search.problem.layouts import Order, product_order
 from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.rings import ATTENTIONS
-
-WORKSPACE_BYTES = 4 * 2**20
-"""Workspace of a matrix product. Source: XLA:GPU's default for cuBLASLt."""
+from autoshard.search.problem.workspaces import WORKSPACE_BYTES, is_product
 
 SLICED_WORKSPACE_BYTES = 32 * 2**20
 """Workspace of a matrix product that reads a slice in place. Source: XLA:GPU on Hopper, cuBLAS's recommended workspace."""
@@ -53,15 +51,11 @@ class Workspaces:
             op_class = self.paths.folded.class_of[i]
             strategy = self.paths.chosen[self.paths.graph.node_of[op_class]]
             return self.paths.costed.attentions(op_class)[strategy].workspace_bytes
-        if self.device.name == "CPU" or op.name == CONVOLUTION:
+        if self.device.name == "CPU":
             return 0.0
         if op.name == POOLING_GRADIENT:
             return self._places_bytes(i)
-        if (
-            op.op is None
-            or not self.paths.folded.is_heavy[self.paths.folded.class_of[i]]
-            or not op.rule.flops_per_point
-        ):
+        if not is_product(self.paths.folded, i):
             return 0.0
         is_sliced = any(self._is_sliced(i, operand) for operand in range(len(op.operands)))
         return SLICED_WORKSPACE_BYTES if is_sliced and self.is_hopper else WORKSPACE_BYTES

@@ -10,9 +10,10 @@ from dataclasses import replace
 from autoshard.search.device.handed_over import TurnedCopy
 from autoshard.search.device.kernel_times import KernelTime
 from autoshard.search.device.lowering import Buffer, Copies, Kernel, Loops, Lowered, renumbered
-from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
+from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES
 from autoshard.search.problem.layouts import Order
 from autoshard.search.problem.live_ranges import Resident
+from autoshard.search.problem.workspaces import WORKSPACE_BYTES
 
 NO_TIME = KernelTime(0.0, 0.0)
 """The time of a copy: the scheduler overlaps nothing with it."""

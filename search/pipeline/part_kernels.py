@@ -14,13 +14,14 @@ from functools import cached_property
 
 from autoshard.search.device.lowering import TRANSFERS, Buffer, Communication, Kernel, Loops, Lowered
 from autoshard.search.device.prediction import Prediction
-from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
+from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES
 from autoshard.search.ir.graph import Op, Site
 from autoshard.search.pipeline.flat_sites import outermost, positions_of_loop
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.layout_copies import with_copies
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.problem.flat_program import FlatOp
+from autoshard.search.problem.workspaces import WORKSPACE_BYTES
 
 
 @dataclass(frozen=True, eq=False)

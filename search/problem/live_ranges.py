@@ -17,6 +17,7 @@ from itertools import groupby
 from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import Role
 from autoshard.search.problem import equivalence
+from autoshard.search.problem.convolution_copies import CONVOLUTION
 from autoshard.search.problem.flat_program import FlatProgram, ReadPhase, read_phase
 from autoshard.search.problem.folding import FoldedProgram
 from autoshard.search.problem.fusion import Fusion, is_part, is_view
@@ -133,7 +134,7 @@ class LiveRanges:
         for v in made:
             found += self._of_value(v) if self.fusion.is_stored(v) else self._copies_of_light(v)
             found += self._arriving(v)
-        return tuple(self._with_equivalents(found))
+        return tuple(self._with_equivalents([*found, *self._kernel_copies()]))
 
     def host_items(self) -> tuple[LiveRange, ...]:
         """The live ranges in the host's memory."""
@@ -290,6 +291,28 @@ class LiveRanges:
         if born is ReadPhase.FORWARD and last is not ReadPhase.FORWARD:
             return Resident.RESIDUALS
         return Resident.TEMPORARIES
+
+    def _kernel_copies(self) -> Iterator[LiveRange]:
+        """The transposed copies of arguments that convolutions read as their kernels. A copy lives until the argument's last
+        use. A kernel that is gathered first has none."""
+        reads: dict[int, dict[ReadPhase, int]] = {}
+        for u, op in enumerate(self.program.ops):
+            if op.name == CONVOLUTION:
+                argument = self.fusion.seen_through(op.operands[1])
+                if self.program.ops[self.maker[argument][0]].name == "input":
+                    reads.setdefault(argument, {}).setdefault(read_phase(op), u)
+        for argument, of_phase in reads.items():
+            starts = sorted((u, phase) for phase, u in of_phase.items())
+            ends = [start - 1 for start, _ in starts[1:]]
+            ends.append(max(self._use(argument, u) for u in self.uses[argument]))
+            for (start, phase), end in zip(starts, ends, strict=True):
+                v = self.program.ops[start].operands[1]
+                (i, r), num_bytes = self.maker[v], self.program.values[v].num_bytes
+                copy = self.graph.copy_of.get((self.folded.class_of[i], r, phase))
+                port, same = (
+                    (Port(copy.node, ()), CopySource.SAME) if copy else (self._read_from(v, phase), None)
+                )
+                yield LiveRange(port, num_bytes, start, end, same, Resident.TEMPORARIES, start)
 
     def _copies_of_light(self, v: int) -> list[LiveRange]:
         """The copies of a light value: it has no array of its own, but each reshard of it is one."""

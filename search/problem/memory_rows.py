@@ -10,7 +10,7 @@ that of the largest array. An `expansion` of a row is no bound, but exact near s
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 
 import numpy as np
@@ -59,10 +59,17 @@ class Peak:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """The memory of a costed strategy graph, under any strategies."""
+    """The memory of a costed strategy graph, under any strategies.
+
+    Attributes:
+      costed: the graph.
+      items: its arrays.
+      workspaces: bytes that ops need besides, by position.
+    """
 
     costed: CostedGraph
     items: tuple[LiveRange, ...]
+    workspaces: Mapping[int, float] = field(default_factory=dict[int, float])
 
     @cached_property
     def _shares(self) -> tuple[np.ndarray, ...]:
@@ -133,7 +140,14 @@ class Memory:
         start, end, _, _ = self._stretches
         num_points = len(self.costed.graph.folded.program.ops)
         change = np.bincount(start, held, num_points + 1) - np.bincount(end + 1, held, num_points + 1)
-        return np.cumsum(change)[:num_points]
+        return np.cumsum(change)[:num_points] + self._workspace
+
+    @cached_property
+    def _workspace(self) -> np.ndarray:
+        """Workspace bytes at every program point."""
+        found = np.zeros(len(self.costed.graph.folded.program.ops))
+        found[list(self.workspaces)] = list(self.workspaces.values())
+        return found
 
     def least_bytes(self, kept: Sequence[np.ndarray]) -> float:
         """A lower bound on the peak under all of the kept strategies: at one point each node takes the strategy that
@@ -153,7 +167,7 @@ class Memory:
         held = num_bytes * np.minimum.reduceat(shares, offsets)
         held[self._arriving] = 0.0
         row = self.row(int(np.argmax(self._profile(held))))
-        return float(sum(per_label[kept[node]].min() for node, per_label in row.bytes))
+        return float(sum(per_label[kept[node]].min() for node, per_label in row.bytes)) + row.fixed_bytes
 
     def peak(self, chosen: Sequence[int]) -> Peak:
         """The highest point of the profile."""
@@ -165,6 +179,8 @@ class Memory:
         for i in np.flatnonzero((start <= at) & (at <= end)):
             resident = self.items[i].resident
             residents[resident] = residents.get(resident, 0.0) + float(held[i])
+        if workspace_bytes := self.workspaces.get(at, 0.0):
+            residents[Resident.TEMPORARIES] = residents.get(Resident.TEMPORARIES, 0.0) + workspace_bytes
         ordered = tuple((r, residents[r]) for r in Resident if residents.get(r, 0.0) > 0.0)
         return Peak(float(profile[at]), at, ordered)
 
@@ -199,13 +215,15 @@ class Memory:
                 if more > 0:
                     total.add(largest.node, item.num_bytes * shares[largest])
                     total.add(source.node, -item.num_bytes * self.costed.shares(source))
-        return MemoryConstraint(f"op {at}", total.in_order, 0.0, partial(self.expansion, at))
+        fixed_bytes = self.workspaces.get(at, 0.0)
+        return MemoryConstraint(f"op {at}", total.in_order, fixed_bytes, partial(self.expansion, at))
 
     def expansion(self, at: int, chosen: Sequence[int]) -> MemoryConstraint:
         """The memory in use at one program point near some strategies: exact for them, and for all that differ in one
         node, or in a value's source and one of its readers."""
         base, of_several = self._at(at)
-        total, pairs, fixed_bytes = _Bytes(base.bytes), {(u, v): m for u, v, m in base.pairs}, 0.0
+        total, pairs = _Bytes(base.bytes), {(u, v): m for u, v, m in base.pairs}
+        fixed_bytes = base.fixed_bytes
         for item, source in of_several:
             readers = item.port, *item.others
             shares = {port: item.num_bytes * self.costed.shares(port) for port in (*readers, source)}
@@ -239,7 +257,8 @@ class Memory:
                 key, num_bytes = (item.port.node, source.node), item.num_bytes * np.maximum(more, 0.0)
                 pairs[key] = pairs[key] + num_bytes if key in pairs else num_bytes
         in_order = tuple((u, v, num_bytes) for (u, v), num_bytes in pairs.items() if num_bytes.any())
-        return MemoryConstraint("", total.in_order, 0.0, pairs=in_order), tuple(of_several)
+        fixed_bytes = self.workspaces.get(at, 0.0)
+        return MemoryConstraint("", total.in_order, fixed_bytes, pairs=in_order), tuple(of_several)
 
     def _alive(self, at: int) -> list[int]:
         """The live ranges that contain a program point."""

@@ -1,7 +1,9 @@
 """Candidates: sets of plans that are not searched yet, each with an estimate of its best plan.
 
 Estimates order candidates, and results correct them. A rewrite that is slower than its estimate raises the estimates on
-its mesh: half of the way in logarithms, because neighbouring estimates differ by less than their error. A rewrite that
+its mesh: half of the way in logarithms, because neighbouring estimates differ by less than their error. A plan that is found
+lowers them again, to its own error. What is corrected is the part of an estimate that is a bound on other strategies. A
+rewrite that
 misses the cap rules out others that save little more. The margin doubles with each miss. The rewrite that saves most has a
 turn in any case.
 """
@@ -17,12 +19,13 @@ from autoshard.cost_model.compute import pass_s_per_byte
 from autoshard.cost_model.meshes import finer_shapes
 from autoshard.cost_model.units import format_mesh
 from autoshard.search.memory.residuals import has_loops
-from autoshard.search.mesh_problem import Known, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import FIRST_SHARE, Known, MeshProblem, StepProblem
 from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.cap_curve import CapCurve
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.space.certificate import Certificate
 from autoshard.search.space.found import Found
-from autoshard.search.space.rewrites import Estimates, Rewrite, UncappedSolution, without_cap
+from autoshard.search.space.rewrites import ESTIMATE_GAP, Estimates, Rewrite, UncappedSolution, without_cap
 from autoshard.search.space.trials import Baseline, Trials, progress_prefix
 from autoshard.search.space.variants import MISSES_BY, Variant, Variants
 from autoshard.search.space.warm_starts import for_finer_mesh, for_rewritten_step
@@ -32,6 +35,10 @@ LOOPS_MARGIN = 0.03
 
 STACKING_PASSES = 5
 """Largest number of passes through memory that stacking a loop's residual takes. Source: `search.memory.passes`."""
+
+AGAIN = 1.25
+"""Multiple of its estimate at which a rewrite has another turn, if the turn before it found nothing in time. Source: a
+choice of ours."""
 
 MIN_GAIN = 1e-3
 """Share by which a mesh of three axes must be faster than the best plan. Source: a choice of ours; two axes are
@@ -63,13 +70,13 @@ class OfVariant:
     Attributes:
       variants: the estimates of all variants.
       variant: its microbatches, and its arguments in host memory.
-      trials: the trials of the step.
+      look: bounds a variant, for the estimates of all others.
       open: solves a variant without a cap, and returns its meshes.
     """
 
     variants: Variants
     variant: Variant
-    trials: Trials
+    look: Callable[[Variant], None]
     open: Callable[[Variant, float], Iterable[Candidate]]
 
     @property
@@ -81,6 +88,10 @@ class OfVariant:
         return self.variants.least_bytes(self.variant)
 
     def take(self, limit_s: float) -> Iterable[Candidate]:
+        """If it is not known how much microbatches add, the first turn only bounds it. Without a bound it cannot fit."""
+        if self.variant.microbatches > 1 and not self.variants.knows_added:
+            self.look(self.variant)
+            return [self] if self.variants.knows_added else []
         return self.open(self.variant, limit_s)
 
 
@@ -96,11 +107,13 @@ class SolvedVariant:
       baseline: its solutions.
       before: the best plan before it was solved.
       fastest: its fastest uncapped solution.
+      others: the meshes on which it was not solved.
       rewrites: its rewrites, on all meshes that were estimated.
       is_estimated: whether rewrites were estimated on some mesh.
       enough_bytes: bytes that a rewrite should save beyond those that are missing.
       has_missed: whether other variants know that it has no better plan.
       num_missed: number of rewrites that missed the cap.
+      most_missed_bytes: the most bytes beyond those that are missing that such a rewrite saved, by whether it offloads.
     """
 
     trials: Trials
@@ -110,11 +123,13 @@ class SolvedVariant:
     baseline: Baseline
     before: Found | None
     fastest: UncappedSolution
+    others: tuple[MeshProblem, ...] = ()
     rewrites: list["OfRewrite"] = field(default_factory=list)
     is_estimated: bool = False
     enough_bytes: float = -math.inf
     has_missed: bool = False
     num_missed: int = 0
+    most_missed_bytes: dict[bool, float] = field(default_factory=dict[bool, float])
 
     def is_of(self, step_problem: StepProblem) -> bool:
         """True if a step is the variant or a rewrite of it."""
@@ -150,10 +165,13 @@ class SolvedVariant:
         return min((one.relief_s for one in enough), default=math.inf)
 
     def promised_s(self, shape: tuple[int, ...]) -> float:
-        """A lower bound on the uncapped step on a mesh. If none is known, halfway between the fastest solution and its
-        computation."""
+        """A lower bound on the uncapped step on a mesh. If none is known, an estimate: the mesh is as much slower as it is
+        for the step as it is written, or else halfway between the fastest solution and its computation."""
         if shape in self.baseline.floors_s:
             return self.baseline.floors_s[shape]
+        floors_s = self.certificate.first.floors_s
+        if shape in floors_s:
+            return self.fastest.cost_s * floors_s[shape] / floors_s[self.fastest.on_mesh.shape]
         return (self.fastest.computed_s + self.fastest.cost_s) / 2
 
     def known(self, on_mesh: MeshProblem) -> Known:
@@ -162,7 +180,7 @@ class SolvedVariant:
         known = Known(bound_s=self.baseline.floors_s.get(on_mesh.shape, -math.inf))
         if on_mesh.shape not in finer_shapes(self.trials.cluster, before.shape):
             return known
-        return replace(known, start=for_finer_mesh(before, self.fastest.labels, on_mesh), is_enough=False)
+        return replace(known, start=for_finer_mesh(before, self.fastest.labels, on_mesh))
 
     def stacking_s(self, num_bytes: float) -> float:
         """Seconds to stack residuals of loops, at most."""
@@ -178,11 +196,21 @@ class SolvedVariant:
         """
         wanted_bytes = rewrite.spare_bytes + 2**self.num_missed * missed_bytes
         self.enough_bytes, self.num_missed = max(self.enough_bytes, wanted_bytes), self.num_missed + 1
+        before_bytes = self.most_missed_bytes.get(rewrite.rewrite.offloads, -math.inf)
+        self.most_missed_bytes[rewrite.rewrite.offloads] = max(rewrite.spare_bytes, before_bytes)
 
     def seems_to_fit(self, rewrite: "OfRewrite") -> bool:
-        """True if a rewrite saves enough to keep to the cap, by the misses so far, or if none of its kind saves more."""
-        kin = (one.spare_bytes for one in self.rewrites if one.rewrite.offloads == rewrite.rewrite.offloads)
-        return rewrite.spare_bytes >= min(self.enough_bytes, max(kin))
+        """True if a rewrite saves enough to keep to the cap, by the misses so far, or if none of its kind saves more and
+        none that saves as much has missed."""
+        if rewrite.spare_bytes >= self.enough_bytes:
+            return True
+        is_of_kind = rewrite.rewrite.offloads
+        kin = (one.spare_bytes for one in self.rewrites if one.rewrite.offloads == is_of_kind)
+        return (
+            rewrite.spare_bytes
+            >= max(kin, default=math.inf)
+            > self.most_missed_bytes.get(is_of_kind, -math.inf)
+        )
 
 
 @dataclass(eq=False)
@@ -194,32 +222,42 @@ class OnMesh:
       shape: the mesh.
       on_mesh: its problem there, once it is made.
       uncapped: its fastest strategies there, once they are known.
+      capped_s: a lower bound on the step without a rewrite, under the cap, once it is known; infinite if it hardly fits.
       missing_bytes: bytes that rewrites must save, once they are estimated.
-      slowness: time of rewrites over their estimates.
+      least_spare_bytes: bytes beyond those that a rewrite must save, because others were proven to need more than the cap.
+      slowness: time over its estimate, of what rewrites take besides the fastest strategies and recomputation.
     """
 
     solved: SolvedVariant
     shape: tuple[int, ...]
     on_mesh: MeshProblem | None = None
     uncapped: UncappedSolution | None = None
+    capped_s: float | None = None
     missing_bytes: float = 0.0
+    least_spare_bytes: float = -math.inf
     slowness: float = 1.0
 
     @property
     def estimate_s(self) -> float:
-        """Seconds without a cap, and those that rewrites add."""
+        """Seconds without a cap, and those that rewrites add. If the step fits without a rewrite, halfway (in logarithms) to
+        the seconds that it takes then."""
         relief_s = self.solved.relief_s(self.uncapped)
         if self.uncapped is None:
             return self.solved.promised_s(self.shape) + relief_s
-        return self.uncapped.cost_s + relief_s - self.solved.stacking_s(self.uncapped.peak_bytes)
+        least_s = self.uncapped.cost_s + relief_s - self.solved.stacking_s(self.uncapped.peak_bytes)
+        if self.capped_s is None or not 0 < least_s < self.capped_s < math.inf:
+            return least_s
+        return math.sqrt(least_s * self.capped_s)
 
     @property
     def least_bytes(self) -> float:
         return self.solved.least_bytes
 
     def take(self, limit_s: float) -> Iterable[Candidate]:
-        """The first turn solves it without a cap, if that was not done yet; the next one estimates rewrites."""
-        trials, step_problem = self.solved.trials, self.solved.baseline.step_problem
+        """The first turn solves it without a cap, if that was not done yet; the second one finds a bound under the cap; the
+        third one estimates rewrites."""
+        trials, baseline = self.solved.trials, self.solved.baseline
+        step_problem = baseline.step_problem
         self.on_mesh = on_mesh = self.on_mesh or trials.put_on(step_problem, self.shape)
         deadline = Deadline.after(limit_s, trials.clock)
         if self.uncapped is None:
@@ -228,15 +266,29 @@ class OnMesh:
             self.uncapped = next(iter(found), None)
             return [self] if self.uncapped else []
         options = trials.options
-        estimates = Estimates(step_problem, self.uncapped, trials.pins, options.memory_bytes, deadline)
-        may_stay = on_mesh in self.solved.baseline.deferred or on_mesh not in self.solved.baseline.on_meshes
-        found = estimates.rewrites(
-            trials.cutoff_s, may_stay, options.may_recompute, trials.may_offload_residuals
+        is_new = on_mesh in baseline.deferred or on_mesh not in baseline.on_meshes
+        if self.capped_s is None and is_new:
+            cap_bytes, curve = options.memory_bytes, self._curve
+            curve.refine(cap_bytes, deadline)
+            bound_s = max(self.uncapped.cost_s, curve.at(cap_bytes))
+            self.capped_s = math.inf if curve.is_far(cap_bytes) else bound_s
+            self.missing_bytes = self.uncapped.peak_bytes - cap_bytes
+            unchanged = Rewrite(self.uncapped, frozenset(), bound_s, 0.0, 0.0)
+            return [self, OfRewrite(self, on_mesh, unchanged)] if bound_s < trials.least_s else [self]
+        estimates = Estimates(
+            step_problem, self.uncapped, trials.pins, options.memory_bytes, self._curve, deadline
         )
+        found = estimates.rewrites(options.may_recompute, trials.may_offload_residuals)
         rewrites = [OfRewrite(self, on_mesh, one.of_traced(step_problem)) for one in found]
         self.missing_bytes, self.solved.is_estimated = estimates.missing_bytes, True
         self.solved.rewrites += rewrites
         return rewrites
+
+    @cached_property
+    def _curve(self) -> CapCurve:
+        """Lower bounds on the step without a rewrite, under every cap."""
+        assert self.on_mesh is not None, "the problem was made"
+        return self.on_mesh.cap_curve(self.on_mesh.pinned(self.solved.trials.pins), ESTIMATE_GAP)
 
 
 @dataclass(eq=False)
@@ -247,13 +299,15 @@ class OfRewrite:
       mesh: the variant on the mesh.
       on_mesh: its problem there.
       rewrite: the ops to recompute and the residuals to offload, if any.
-      had_turn: whether it missed the cap. Without a plan it may have one more turn in the end.
+      num_turns: number of turns that found no plan.
+      later_s: the estimate after these.
     """
 
     mesh: OnMesh
     on_mesh: MeshProblem
     rewrite: Rewrite
-    had_turn: bool = False
+    num_turns: int = 0
+    later_s: float = math.inf
 
     @property
     def spare_bytes(self) -> float:
@@ -264,52 +318,88 @@ class OfRewrite:
     def estimate_s(self) -> float:
         """The estimate as corrected by results on the mesh. The stacking of a loop's residuals is estimated too high."""
         solved = self.mesh.solved
-        if self.had_turn or not solved.seems_to_fit(self):
+        is_too_little = self.spare_bytes < self.mesh.least_spare_bytes
+        if self.num_turns:
+            return self.later_s
+        if is_too_little or not solved.seems_to_fit(self):
             return math.inf
         stacking_s = solved.stacking_s(self.rewrite.saved_bytes)
         error_s = min(LOOPS_MARGIN * solved.trials.cutoff_s, stacking_s) if stacking_s else 0.0
-        return self.mesh.slowness * self.rewrite.cost_s - error_s
+        return self.rewrite.cost_s + (self.mesh.slowness - 1) * self._uncertain_s - error_s
+
+    @property
+    def _uncertain_s(self) -> float:
+        """The part of the estimate that is wrong by a factor: neither the fastest strategies nor recomputation."""
+        return max(0.0, self.rewrite.cost_s - self.rewrite.uncapped.cost_s - self.rewrite.more_s)
+
+    def _times_slower(self, actual_s: float) -> float:
+        """Times by which that part took longer than estimated, if the rewrite takes so long; 1 if it took less."""
+        more_s = actual_s - self.rewrite.cost_s
+        return 1 + max(0.0, more_s) / self._uncertain_s if self._uncertain_s else 1.0
 
     @property
     def least_bytes(self) -> float:
-        """If it missed the cap, it comes after all others."""
+        """If it had turns without a plan, it comes after all others."""
         solved = self.mesh.solved
-        return math.inf if self.had_turn else solved.least_bytes + solved.most_bytes - self.spare_bytes
+        return math.inf if self.num_turns else solved.least_bytes + solved.most_bytes - self.spare_bytes
 
     def take(self, limit_s: float) -> Iterable[Candidate]:
+        """Every further turn takes twice as long, because the search goes on where it ended. A search that ended before its
+        time has no further turn; one whose strategies needed more than the cap has one."""
         trials = self.mesh.solved.trials
-        before, cutoff_s, is_last = trials.best, trials.cutoff_s, self.had_turn
+        before, cutoff_s, estimate_s = trials.best, trials.cutoff_s, self.estimate_s
+        limit_s = 2**self.num_turns * limit_s
+        ended = Deadline.after(FIRST_SHARE * limit_s, trials.clock)
         step_problem, bound_s = self._improve(limit_s)
-        self.had_turn = True
+        self.num_turns += 1
         if trials.best is not before:
+            self.mesh.slowness = min(self.mesh.slowness, self._times_slower(trials.cutoff_s))
             return []
-        is_slower = bound_s < math.inf and self.rewrite.cost_s < cutoff_s < math.inf
-        if is_slower:
-            self.mesh.slowness *= math.sqrt(
-                max(bound_s, cutoff_s) / (self.mesh.slowness * self.rewrite.cost_s)
-            )
+        if bound_s < math.inf and cutoff_s < math.inf:
+            before_times, times = self.mesh.slowness, self._times_slower(max(bound_s, cutoff_s))
+            self.mesh.slowness = max(before_times, math.sqrt(before_times * times))
         needed_bytes, cap_bytes = trials.needed_bytes(step_problem), trials.options.memory_bytes
-        if cap_bytes < needed_bytes < math.inf:
+        is_too_large = cap_bytes < needed_bytes < math.inf
+        if is_too_large:
+            self.later_s = math.inf
             self.mesh.solved.missed(self, needed_bytes - cap_bytes)
+            if bound_s == math.inf:
+                least_bytes = self.spare_bytes + needed_bytes - cap_bytes
+                self.mesh.least_spare_bytes = max(self.mesh.least_spare_bytes, least_bytes)
         elif trials.best is None:
-            self.mesh.solved.missed(self, MISSES_BY * cap_bytes)
-        return [self] if trials.best is None and bound_s < math.inf and not is_last else []
+            self.later_s = AGAIN * max(estimate_s, bound_s)
+            if self.num_turns == 1:
+                self.mesh.solved.missed(self, MISSES_BY * cap_bytes)
+        is_open = self.num_turns == 1 if is_too_large else ended.is_over
+        return [self] if is_open and trials.best is None and bound_s < math.inf else []
+
+    @cached_property
+    def _problem(self) -> tuple[StepProblem, MeshProblem]:
+        """The step with the rewrite, on its mesh."""
+        rewrite, trials, baseline = self.rewrite, self.mesh.solved.trials, self.mesh.solved.baseline
+        if not rewrite.sites and not rewrite.offloaded_sites:
+            return baseline.step_problem, self.on_mesh
+        step_problem = trials.recomputing(baseline.step_problem, rewrite.sites, rewrite.offloaded_sites)
+        trials.gains_s[step_problem] = max(-rewrite.more_s, trials.gains_s.get(step_problem, 0.0))
+        return step_problem, trials.put_on(step_problem, rewrite.shape)
 
     def _improve(self, limit_s: float) -> tuple[StepProblem, float]:
         """Looks for a better plan; returns the step, and a lower bound on its plans."""
-        solved, rewrite = self.mesh.solved, self.rewrite
-        trials, baseline = solved.trials, solved.baseline.step_problem
-        prefix, where = progress_prefix(baseline.traced), f"mesh {format_mesh(rewrite.shape)}"
-        if not rewrite.sites and not rewrite.offloaded_sites:
-            trials.progress(f"{prefix}{where}, under the cap")
-            known = Known(bound_s=trials.proven_s(baseline).get(rewrite.shape, -math.inf))
-            return baseline, trials.improve(baseline, self.on_mesh, limit_s, known=known)[0]
-        waits = f"{len(rewrite.offloaded_sites)} residuals on the host, " if rewrite.offloads else ""
-        trials.progress(f"{prefix}{waits}recomputing {len(rewrite.sites)} ops on {where}")
-        step_problem = trials.recomputing(baseline, rewrite.sites, rewrite.offloaded_sites)
-        on_mesh = trials.put_on(step_problem, rewrite.shape)
-        trials.gains_s[step_problem] = max(-rewrite.more_s, trials.gains_s.get(step_problem, 0.0))
-        known = self._known(step_problem, on_mesh)
+        trials, rewrite, baseline = self.mesh.solved.trials, self.rewrite, self.mesh.solved.baseline
+        prefix = progress_prefix(baseline.step_problem.traced)
+        where, waits = f"mesh {format_mesh(rewrite.shape)}", ""
+        if rewrite.offloads:
+            waits = f"{len(rewrite.offloaded_sites)} residuals on the host, "
+        again = f"recomputing {len(rewrite.sites)} ops on {where}"
+        is_same = not rewrite.sites and not rewrite.offloads
+        trials.progress(f"{prefix}{where}, under the cap" if is_same else f"{prefix}{waits}{again}")
+        step_problem, on_mesh = self._problem
+        if trials.cannot_fit(step_problem, on_mesh):
+            return step_problem, math.inf
+        if is_same:
+            known = Known(bound_s=trials.proven_s(step_problem).get(rewrite.shape, -math.inf))
+        else:
+            known = self._known(step_problem, on_mesh)
         return step_problem, trials.improve(step_problem, on_mesh, limit_s, known=known)[0]
 
     def _known(self, step_problem: StepProblem, on_mesh: MeshProblem) -> Known:

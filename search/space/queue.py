@@ -3,18 +3,21 @@
 A candidate is a set of plans that is not searched yet. There are three kinds, each a part of the one before it:
 
 1. A *variant* of the step: its number of microbatches, and the arguments in host memory. When its turn comes, it is
-   solved without a cap on every mesh. What fits is a plan.
-2. A *mesh* of a variant, on which the fastest strategies do not fit. When its turn comes, minimum cuts select ops to
-   recompute and residuals to offload, at several prices of memory.
+   solved without a cap, first on the mesh that promises most. What fits is a plan.
+2. A *mesh* of a variant, on which the fastest strategies do not fit. In its turns it gets a bound under the cap, and minimum
+   cuts select ops to recompute and residuals to offload, at several prices of memory.
 3. A *rewrite*: one of these selections, or none. When its turn comes, the step is rewritten and solved under the cap, and
-   its kernels are simulated. What fits is a plan.
+   its kernels are simulated. What fits is a plan. A search that needs more time goes on in a later turn.
 
 The candidate with the least estimated time has the next turn (`search.space.candidates`). If no estimate is below the best
 plan, its step has turns on other meshes. The queue ends if those promise nothing either, or if time is over. Without a plan
 it has as long again, and then the candidate with the least memory comes first.
+
+If the compiler finds that a plan needs more than it may, the search goes on under a lower cap (`Queue.under`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 
 from autoshard.cost_model.errors import first_line
@@ -24,7 +27,7 @@ from autoshard.search.memory.host_updates import host_updates, least_copy_s, lea
 from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import ROUNDING, MeshProblem, StepProblem
-from autoshard.search.options import OFFLOADED, named_axes
+from autoshard.search.options import OFFLOADED, Options, Progress, named_axes
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
 from autoshard.search.space.candidates import (
     Candidate,
@@ -73,6 +76,7 @@ class Queue:
       tried: a sentence for the error message on variants that were tried without success.
       host_arguments: the arguments that may rest in host memory.
       tried_elsewhere: steps of plans, with the meshes on which they were solved again.
+      is_begun: whether the step as it is written was solved.
     """
 
     certificate: Certificate
@@ -85,7 +89,8 @@ class Queue:
         self.misfits: list[Misfit] = []
         self.tried = ""
         self.host_arguments = HostArguments(self.step, trials.cluster, self.options)
-        self._is_extended = False
+        self.is_begun = self._is_extended = False
+        self._looked_at = dict[Variant, tuple[StepProblem, list[MeshProblem]]]()
         self.tried_elsewhere: set[tuple[StepProblem, tuple[int, ...]]] = set()
 
     @property
@@ -101,13 +106,33 @@ class Queue:
           InputError: the step cannot be split into the number of microbatches that the user names.
           NotFasterError: no plan is faster than the rival.
         """
-        first = self._begin()
+        if not self.is_begun:
+            self._begin()
         self._go_through()
         if self.best is None:
+            first = self.certificate.first
             return plan_of_smallest_peak(self.trials, first, self.misfits, self.tried, _found)
         if self.trials.rival and self.best is self.trials.rival.found:
             raise NotFasterError
         return self.best
+
+    def under(self, options: Options, progress: Progress) -> "Queue":
+        """The search under a lower cap, to be run. It knows the variants that are solved, and the best plan's step."""
+        trials = self.trials.under(options, progress)
+        lower, first = Queue(trials), self.certificate.first
+        lower.certificate, lower.is_begun = Certificate(trials, first), True
+        lower.misfits, lower.tried = [*self.misfits], self.tried
+        if self.variants:
+            lower.variants = variants = self.variants.under(options.memory_bytes)
+            unopened = (one.variant for one in self.open if isinstance(one, OfVariant))
+            lower.open += [OfVariant(variants, one, lower._look, lower._solved) for one in unopened]
+        else:
+            lower._open_variants(next(_fitting(first)), first.on_meshes)
+        for solved in self.solved:
+            lower.open += lower._meshes(solved.variant, _untried(solved.baseline), None, solved.others)
+        if best := self.best:
+            lower.open.append(OfPlan(trials, lower.certificate, best, best.on_mesh.shape))
+        return lower
 
     def _go_through(self) -> None:
         """Gives the candidates their turns."""
@@ -184,7 +209,7 @@ class Queue:
         self.variants = variants = Variants.of(fastest, self.options.memory_bytes, shard_bytes)
         if self.options.may_recompute:
             variants.assume_recomputation(least_bytes)
-        self.open += [OfVariant(variants, one, self.trials, self._solved) for one in every]
+        self.open += [OfVariant(variants, one, self._look, self._solved) for one in every]
 
     def _all_variants(self, least_bytes: float) -> Iterator[Variant]:
         """The variants besides the first one, without those whose arguments alone are too large for the device.
@@ -227,9 +252,18 @@ class Queue:
         step = microbatched(self.step, self.options.microbatches or variant.microbatches)
         return self.trials.made_ready(step, self._hosted(variant.kinds))
 
-    def _solved(self, variant: Variant, limit_s: float) -> Iterable[Candidate]:
-        """Solves a variant without a cap. Returns the meshes on which it may have a better plan."""
-        trials, num, before = self.trials, variant.microbatches, self.best
+    def _look(self, variant: Variant) -> None:
+        """Bounds a variant on the mesh where it promises to be fastest, for the estimates of all variants."""
+        if self.variants and (made := self._on_meshes(variant)):
+            self._looked_at[variant] = made
+            self.variants.took(variant, made[1][0].promised_s(made[1][0].pinned(self.trials.pins)))
+
+    def _on_meshes(self, variant: Variant) -> tuple[StepProblem, list[MeshProblem]] | None:
+        """A variant on its meshes; first comes the one where the step as it is written promises to be fastest. None if
+        there is no such variant, or if nothing of it can fit."""
+        if variant in self._looked_at:
+            return self._looked_at.pop(variant)
+        trials, num = self.trials, variant.microbatches
         if variant.kinds:
             trials.progress(f"{' and '.join(variant.kinds).replace('_', ' ')} on the host")
         try:
@@ -237,19 +271,26 @@ class Queue:
         except NotSplittableError as e:
             self.tried = f"It has no microbatches: {first_line(e)}."
             self._drop(lambda one: one.microbatches > 1)
-            return ()
+            return None
         on_meshes = trials.on_all_meshes(step_problem)
         if self._cannot_fit(on_meshes):
             self.tried = f"Nothing would fit in {num} microbatches either." if num > 1 else self.tried
             self._drop(lambda one: one.needs_no_less_than(variant))
             self.misfits.append(Misfit(step_problem, on_meshes))
-            return ()
+            return None
         self.tried = f"Up to {num} microbatches were tried too." if num > 1 else self.tried
-        baseline = trials.baseline(step_problem, on_meshes, limit_s)
+        return step_problem, sorted(on_meshes, key=lambda one: self.certificate.first.floors_s[one.shape])
+
+    def _solved(self, variant: Variant, limit_s: float) -> Iterable[Candidate]:
+        """Solves a variant without a cap, on the mesh where it promises to be fastest. Returns the meshes on which it may
+        have a better plan."""
+        if (made := self._on_meshes(variant)) is None:
+            return ()
+        trials, before, (step_problem, (one, *others)) = self.trials, self.best, made
+        baseline = trials.baseline(step_problem, (one,), limit_s)
         if self.variants:
-            promised_s = min(one.promised_s(one.pinned(trials.pins)) for one in on_meshes)
-            self.variants.took(variant, promised_s)
-        return self._meshes(variant, baseline, before)
+            self.variants.took(variant, one.promised_s(one.pinned(trials.pins)))
+        return self._meshes(variant, baseline, before, others)
 
     def _cannot_fit(self, on_meshes: Sequence[MeshProblem]) -> bool:
         """True if nothing can fit, whatever is recomputed or offloaded."""
@@ -262,8 +303,14 @@ class Queue:
         """Leaves out variants."""
         self.open = [one for one in self.open if not (isinstance(one, OfVariant) and is_out(one.variant))]
 
-    def _meshes(self, variant: Variant, baseline: Baseline, before: Found | None) -> list[Candidate]:
-        """The meshes on which a solved variant may have a better plan."""
+    def _meshes(
+        self,
+        variant: Variant,
+        baseline: Baseline,
+        before: Found | None,
+        others: Sequence[MeshProblem] = (),
+    ) -> list[Candidate]:
+        """The meshes on which a solved variant may have a better plan, others included on which it was not solved."""
         uncapped = [one for one in baseline.uncapped if one.cost_s < self.trials.least_s]
         if has_loops(baseline.step_problem.step):  # recomputation may make plans that fit faster
             uncapped += [
@@ -275,11 +322,11 @@ class Queue:
         if fastest is None:
             return []
         solved = SolvedVariant(
-            self.trials, self.certificate, self.variants, variant, baseline, before, fastest
+            self.trials, self.certificate, self.variants, variant, baseline, before, fastest, tuple(others)
         )
         self.solved.append(solved)
         known = {one.on_mesh: one for one in uncapped}
-        others = [one for one in baseline.deferred if one not in known]
+        others = [*(one for one in baseline.deferred if one not in known), *others]
         return [OnMesh(solved, one.shape, one, known.get(one)) for one in (*known, *others)]
 
     def _learn(self) -> None:
@@ -348,6 +395,12 @@ def _found(trials: Trials) -> Found | None:
     queue._begin()
     queue._go_through()
     return queue.best
+
+
+def _untried(baseline: Baseline) -> Baseline:
+    """A solved variant under a lower cap, to which none of its strategies may keep."""
+    every = sorted((*baseline.uncapped, *_fitting(baseline)), key=lambda one: one.cost_s)
+    return replace(baseline, uncapped=tuple(every), found=(), deferred=baseline.on_meshes)
 
 
 def _is_of_plan(candidate: Candidate) -> bool:

@@ -2,9 +2,9 @@
 
 The estimates begin with the best strategies without a cap. At rising prices of a kept byte, minimum cuts
 (`search.memory.trade_offs`) select more and more ops to recompute. No step is built for an estimate. If a selection
-saves n bytes, the estimate is the baseline's time under a cap that is n bytes higher, plus the time of the recomputed
-ops. Rewrites that promise a better plan are built as steps and searched like any other step, with real prices, kernels and
-peaks (`search.space.queue`).
+saves n bytes, the estimate is the time of the recomputed ops and a lower bound on the baseline under a cap that is n bytes
+higher (`search.solver.cap_curve`). Rewrites that promise a better plan are built as steps and searched like any other step,
+with real prices, kernels and peaks (`search.space.queue`).
 
 Residuals that stay may be offloaded to the host (`search.memory.offload`). For each selection of recomputed ops, as
 many residuals are offloaded as exceed the device's memory.
@@ -14,7 +14,6 @@ step with loops is always estimated. Any other step that recomputes does all tha
 the uncapped baseline is too slow needs no estimate.
 """
 
-import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from autoshard.search.mesh_problem import (
     StepProblem,
 )
 from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.cap_curve import CapCurve
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.solver.pbqp import Labels
 
@@ -57,15 +57,9 @@ MAX_MESHES = 2
 """Number of meshes of one baseline whose fastest strategies are looked for, though they do not fit. Source: a choice of
 ours."""
 
-ESTIMATE_SHARE = 0.25
-"""Share of the turn's time left that one estimate may take. Source: a choice of ours."""
-
 ESTIMATE_GAP = 0.01
-"""Certified gap of the sharding in an estimate. Source: a choice of ours; the estimate's other errors are larger."""
-
-MIN_CAP_STEP = 0.02
-"""If nothing fits a cap, caps that are larger by less than this share of the memory limit are not tried. Source: a
-choice of ours; the first search usually ends because time runs out."""
+"""Relative error of the bound on sharding in an estimate. Source: a choice of ours; the estimate's other errors are
+larger."""
 
 OP_S = 5e-5
 """Nominal seconds of a mesh's estimates for each op of the step. Source: `benchmarks/nominal_seconds.py`."""
@@ -178,9 +172,11 @@ class Estimates:
         uncapped: UncappedSolution,
         pins: Mapping[str, Any],
         limit_bytes: int,
+        curve: CapCurve,
         deadline: Deadline,
     ) -> None:
         self.on_mesh, self.deadline, self.limit_bytes = uncapped.on_mesh, deadline, limit_bytes
+        self.curve = curve
         self.kept = self.on_mesh.pinned(pins)
         self.uncapped = self._with_less_memory(uncapped)
         in_order = self.on_mesh.memory.peak(self.uncapped.labels)
@@ -196,8 +192,7 @@ class Estimates:
         self.all_bytes = sum(part.all_bytes for part in self.parts)
         self.baseline_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
-        self.too_little_bytes, self.may_be_cut = -math.inf, False
-        self.sharding_s = dict[int, float]()  # by cap
+        self.may_be_cut = False
 
     def _with_less_memory(self, uncapped: UncappedSolution) -> UncappedSolution:
         """The solution itself if it fits, else a nearly equally fast one that holds less."""
@@ -222,36 +217,27 @@ class Estimates:
         wanted_bytes = self.missing_bytes + SPARE * self.limit_bytes
         return self.missing_bytes > 0 and share * self._saved_bytes(most) < wanted_bytes
 
-    def rewrites(
-        self, cutoff_s: float, may_stay: bool, may_recompute: bool, may_offload: bool
-    ) -> list[Rewrite]:
+    def rewrites(self, may_recompute: bool, may_offload: bool) -> list[Rewrite]:
         """Rewrites that recompute, and for each of them and for none, one that offloads the rest.
 
         Args:
-          cutoff_s: seconds that rewrites should stay below.
-          may_stay: whether the step may be left as it is.
           may_recompute: whether ops may be recomputed.
           may_offload: whether residuals may be offloaded.
         """
-        unchanged = Rewrite(self.uncapped, frozenset(), self.uncapped.cost_s, 0.0, 0.0)
-        every = [*([unchanged] if may_stay else []), *(self.recomputing() if may_recompute else ())]
-        again = self._sharded(every, cutoff_s)
-        choices = [
-            (frozenset[Site](), 0.0, 0.0),
-            *((c.sites, c.saved_bytes, c.more_s) for c in again if c.sites),
-        ]
+        again = self._sharded([*self.recomputing()]) if may_recompute else []
+        choices = [(frozenset[Site](), 0.0, 0.0), *((c.sites, c.saved_bytes, c.more_s) for c in again)]
         found = [c for one in choices for c in self._offloading(*one)] if may_offload else []
         return [*again, *found]
 
-    def _sharded(self, rewrites: Sequence[Rewrite], cutoff_s: float) -> list[Rewrite]:
+    def _sharded(self, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
         """Rewrites with the costs of strategies that save the rest of the missing bytes. Those that save most come
         first."""
         in_order = sorted(rewrites, key=lambda one: -one.saved_bytes)
         for n in _ends_first(len(in_order)):
-            one = in_order[n]
-            cost_s = one.more_s + self._sharding_s(one.saved_bytes, cutoff_s - one.more_s)
-            in_order[n] = replace(one, cost_s=cost_s)
-        return in_order
+            cap_bytes = self.room_bytes + in_order[n].saved_bytes
+            if cap_bytes < self.in_order_bytes and not self.deadline.is_over:
+                self.curve.refine(cap_bytes, self.deadline)
+        return [replace(one, cost_s=one.more_s + self._sharding_s(one.saved_bytes)) for one in in_order]
 
     def recomputing(self) -> Iterator[Rewrite]:
         """Rewrites of all trade-offs; if memory is short, also some that save just enough or a little more."""
@@ -341,35 +327,11 @@ class Estimates:
         ]
         return [one[1:] for one in sorted(found, key=lambda one: not one[0])]
 
-    def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
-        """Seconds of the baseline under the cap plus the saved bytes. It is not solved between two caps with nearly equal
-        seconds.
-
-        Infinite if nothing fits, if nothing fitted a larger or nearly equal cap, or if the baseline without a cap is
-        already too slow.
-        """
-        cap_bytes = int(self.room_bytes + saved_bytes)
-        if self.in_order_bytes <= cap_bytes:
-            return self.uncapped.cost_s
-        is_too_little = cap_bytes <= self.too_little_bytes + MIN_CAP_STEP * self.limit_bytes
-        if is_too_little or self.uncapped.cost_s >= (1 - ESTIMATE_GAP) * cutoff_s:
-            return np.inf
-        near_bytes, known_s = cap_bytes + MIN_CAP_STEP * self.limit_bytes, self.sharding_s.items()
-        most_s = min((cost_s for known_bytes, cost_s in known_s if known_bytes <= near_bytes), default=np.inf)
-        least_s = max(
-            (cost_s for known_bytes, cost_s in known_s if known_bytes >= cap_bytes),
-            default=self.uncapped.cost_s,
-        )
-        if most_s <= (1 + ESTIMATE_GAP) * least_s:
-            return most_s
-        try:
-            left_s = ESTIMATE_SHARE * self.deadline.left_s
-            solution = self.on_mesh.solve(self.kept, cap_bytes, left_s, cutoff_s, relative_gap=ESTIMATE_GAP)
-        except NoFitError:
-            self.too_little_bytes = max(cap_bytes, self.too_little_bytes)
-            return np.inf
-        self.sharding_s[cap_bytes] = solution.cost_s
-        return solution.cost_s
+    def _sharding_s(self, saved_bytes: float) -> float:
+        """A lower bound on the seconds of the baseline under the cap plus the saved bytes; infinite if nothing can fit."""
+        cap_bytes = self.room_bytes + saved_bytes
+        least_s = self.uncapped.cost_s
+        return least_s if self.in_order_bytes <= cap_bytes else max(least_s, self.curve.at(cap_bytes))
 
 
 def _ends_first(num: int) -> Iterator[int]:

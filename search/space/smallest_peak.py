@@ -10,7 +10,7 @@ from autoshard.search.problem.memory_floor import floor_bytes
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.space import infeasible
 from autoshard.search.space.found import Found
-from autoshard.search.space.rewrites import Estimates, without_cap
+from autoshard.search.space.rewrites import ESTIMATE_GAP, Estimates, without_cap
 from autoshard.search.space.trials import Baseline, Trials
 
 ESTIMATE_S = 2.0
@@ -84,7 +84,8 @@ def _smallest_step(trials: Trials, first: Baseline, misfits: Sequence[Misfit]) -
     deadline = Deadline.after(ESTIMATE_S, trials.clock)
     uncapped, _ = without_cap([on_mesh], trials.pins, math.inf, deadline)
     limit_bytes = trials.options.memory_bytes
-    estimates = (Estimates(baseline, one, trials.pins, limit_bytes, deadline) for one in uncapped)
+    curve = on_mesh.cap_curve(on_mesh.pinned(trials.pins), ESTIMATE_GAP)
+    estimates = (Estimates(baseline, one, trials.pins, limit_bytes, curve, deadline) for one in uncapped)
     rewrites = (
         [one for each in estimates for one in each.recomputing()] if trials.options.may_recompute else []
     )

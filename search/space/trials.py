@@ -8,6 +8,7 @@ first; ties go to the first in order.
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -18,6 +19,7 @@ from autoshard.search.memory.host_updates import host_updates, least_copy_s, lea
 from autoshard.search.mesh_problem import (
     NO_CAP,
     RELATIVE_GAP,
+    ROUNDING,
     UNKNOWN,
     Known,
     MeshProblem,
@@ -123,6 +125,17 @@ class Trials:
         self._nearest: dict[tuple[Step, frozenset[int]], Found] = {}
         self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
+    def under(self, options: Options, progress: Progress) -> "Trials":
+        """Trials under a lower cap, with the problems and bounds that are known. A bound under the higher cap holds under
+        the lower one."""
+        lower = copy(self)
+        lower.options, lower.progress, lower.watch = options, progress, Stopwatch(self.step.trace_s)
+        lower.deadline, lower.best, lower.rival = Deadline.after(options.limit_s, self.clock), None, None
+        lower.tried, lower._nearest = Tried(), dict(self._nearest)
+        lower._needed_bytes = WeakKeyDictionary(self._needed_bytes)
+        lower._proven_s = WeakKeyDictionary({one: dict(bounds) for one, bounds in self._proven_s.items()})
+        return lower
+
     @property
     def cutoff_s(self) -> float:
         """Seconds that a better plan must stay below."""
@@ -160,8 +173,18 @@ class Trials:
         if self.nearest is None or found.peak.num_bytes < self.nearest.peak.num_bytes:
             self.nearest = found
 
+    def cannot_fit(self, step_problem: StepProblem, on_mesh: MeshProblem) -> bool:
+        """True if a lower bound on a step's memory on a mesh is above the cap. No costs are made for it."""
+        least_bytes = on_mesh.memory.least_bytes(on_mesh.pinned(self.pins))
+        if least_bytes <= (1 + ROUNDING) * self.options.memory_bytes:
+            return False
+        self._needed_bytes[step_problem] = min(least_bytes, self.needed_bytes(step_problem))
+        self._prove(step_problem, on_mesh.shape, math.inf)
+        return True
+
     def needed_bytes(self, step_problem: StepProblem) -> float:
-        """The smallest peak of a step's strategies that did not fit; infinite if there are none."""
+        """The smallest peak of a step's strategies that did not fit, or the least that they can have; infinite if nothing
+        is known."""
         return self._needed_bytes.get(step_problem, math.inf)
 
     def nearest_of(self, baseline: StepProblem) -> Found | None:

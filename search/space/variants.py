@@ -20,7 +20,7 @@ none promises a faster plan. The certificate of a plan says nothing of other var
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.search.memory.fetches import WINDOW
@@ -31,9 +31,10 @@ from autoshard.search.space.rewrites import HIDING_SHARE, VISIBLE_SHARE, Uncappe
 OF_A_BATCH = frozenset({Resident.RESIDUALS, Resident.TEMPORARIES})
 """Residents of memory that shrink with the number of examples."""
 
-SECOND_ADDS = 0.5
-"""Share of the step that the second microbatch is taken to add before any number was tried. Source: it adds 0.5 to 0.7
-of the uncapped step of a GPT, a mixture of experts and a U-Net on 8 H100s (`benchmarks.experts`)."""
+SECOND_ADDS = 0.13
+"""Smallest share of the step that the second microbatch adds. It orders variants until one was looked at. Source: it adds
+0.13 of the uncapped step of a Llama and 0.5 to 0.7 of a GPT's, a mixture of experts' and a U-Net's on 8 H100s
+(`benchmarks.experts`)."""
 
 SLOPE_SHARE = 1 / 3
 """Each of many microbatches is taken to add at least this share of the seconds that each of few adds. Source: each of 8
@@ -139,6 +140,10 @@ class Variants:
             {kind: WINDOW * max(parts, default=0.0) for kind, parts in shard_bytes.items()},
         )
 
+    def under(self, cap_bytes: float) -> "Variants":
+        """The estimates under a lower cap."""
+        return replace(self, cap_bytes=cap_bytes, added_s=dict(self.added_s), too_large=[*self.too_large])
+
     def assume_recomputation(self, working_bytes: float) -> None:
         """Takes it that the forward phase can be recomputed, to be used where no candidate is known.
 
@@ -167,6 +172,11 @@ class Variants:
             again_s = nearest.cost_s - self._uncapped_s(variant)
             self.slowness = max(self.slowness, again_s / most.seconds)
 
+    @property
+    def knows_added(self) -> bool:
+        """Whether it is known how much microbatches add."""
+        return bool(self.added_s)
+
     def took(self, variant: Variant, seconds: float) -> None:
         """Notes a lower bound on the variant's uncapped step."""
         if variant.microbatches > 1:
@@ -193,7 +203,8 @@ class Variants:
 
     def _uncapped_s(self, variant: Variant) -> float:
         more = SLOPE_SHARE * (variant.microbatches - 2) + 1 if variant.microbatches > 1 else 0.0
-        added_s = self.added_s.get(variant.kinds, SECOND_ADDS * self.undivided_s)
+        of_others_s = min(self.added_s.values(), default=SECOND_ADDS * self.undivided_s)
+        added_s = self.added_s.get(variant.kinds, of_others_s)
         return self._undivided_s(variant) + more * added_s
 
     def _undivided_s(self, variant: Variant) -> float:

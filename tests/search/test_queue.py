@@ -1,7 +1,7 @@
 """The queue of candidates: who has the next turn, when it ends, and what results teach."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +13,7 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.solver.clock import WorkClock
-from autoshard.search.space.candidates import OfPlan, OfRewrite, OnMesh, SolvedVariant
+from autoshard.search.space.candidates import AGAIN, OfPlan, OfRewrite, OnMesh, SolvedVariant
 from autoshard.search.space.certificate import Certificate
 from autoshard.search.space.queue import Queue
 from autoshard.search.space.rewrites import Rewrite, UncappedSolution
@@ -155,31 +155,97 @@ def test_each_miss_asks_for_twice_as_much_more_as_the_one_before_it(monkeypatch)
     assert enough.estimate_s == most.estimate_s == 1.0
 
 
-def test_without_a_plan_a_rewrite_has_one_more_turn(monkeypatch):
+def test_without_a_plan_a_rewrite_has_further_turns_of_twice_the_time_each(monkeypatch):
+    """At a higher estimate, until it is proven that nothing fits or the search ends before its time."""
+    search = queue()
+    (only,) = rewrites(search, monkeypatch, 20, found=[(0.5, math.inf), (2.0, math.inf), (2.0, math.inf)])
+    limits, improve = [], OfRewrite._improve
+
+    def noted(one, limit_s):
+        limits.append(limit_s)
+        search.trials.clock.spend(limit_s if len(limits) < 3 else 0.1)
+        return improve(one, limit_s)
+
+    monkeypatch.setattr(OfRewrite, "_improve", noted)
+    assert only.take(1.0) == [only]
+    assert only.estimate_s == AGAIN
+    assert only.take(1.0) == [only]
+    assert only.estimate_s == 2.0 * AGAIN
+    assert only.take(1.0) == []
+    assert limits == [1.0, 2.0, 4.0]
+
+
+def test_without_a_plan_a_rewrite_that_was_too_large_has_one_more_turn(monkeypatch):
     (only,) = rewrites(queue(), monkeypatch, 20, found=[(0.5, GIB + 10.0), (0.5, GIB + 10.0)])
     assert only.take(1.0) == [only]
+    assert only.estimate_s == math.inf
     assert only.take(1.0) == []
 
 
-def test_the_rewrite_that_saves_most_has_a_turn_in_any_case(monkeypatch):
-    first, most = rewrites(queue(), monkeypatch, 20, 30, found=[(0.5, math.inf), (0.5, math.inf)])
-    first.take(1.0)  # it misses by an unknown number of bytes
-    assert MISSES_BY * GIB > 10.0
-    assert most.estimate_s == 1.0
-    most.take(1.0)
+def test_a_rewrite_that_is_proven_too_large_rules_out_those_that_cannot_save_enough_either(monkeypatch):
+    first, most = rewrites(queue(), monkeypatch, 20, 30, found=[(math.inf, GIB + 15.0)])
+    assert first.take(1.0) == []
     assert most.estimate_s == math.inf
 
 
-@pytest.mark.parametrize(("bound_s", "slowness"), [(0.5, 1.44**0.5), (4.0, 2.0)])
+def test_the_rewrite_that_saves_most_has_a_turn_in_any_case(monkeypatch):
+    first, most, as_much = rewrites(
+        queue(), monkeypatch, 20, 30, 30, found=[(0.5, math.inf), (0.5, math.inf)]
+    )
+    first.take(1.0)  # it misses by an unknown number of bytes
+    assert MISSES_BY * GIB > 10.0
+    assert most.estimate_s == as_much.estimate_s == 1.0
+    most.take(1.0)
+    assert most.estimate_s == AGAIN
+    assert as_much.estimate_s == math.inf
+
+
+def with_uncertain_part(every):
+    """Of the estimated second, a quarter is the fastest strategies, a quarter recomputation; the rest is a bound."""
+    uncapped = replace(every[0].rewrite.uncapped, cost_s=0.25)
+    for one in every:
+        one.rewrite = replace(one.rewrite, uncapped=uncapped, more_s=0.25)
+    return every
+
+
+@pytest.mark.parametrize(("bound_s", "times"), [(0.5, 1.88), (4.0, 7.0)])
 def test_a_rewrite_that_is_slower_than_its_estimate_raises_those_of_others_half_of_the_way(
-    monkeypatch, bound_s, slowness
+    monkeypatch, bound_s, times
 ):
     """There is a plan of 1.44 s, and nothing faster is found of a rewrite of an estimated second."""
     search = queue()
     search.trials.best = plan(1.44)
-    first, other = rewrites(search, monkeypatch, 20, 30, found=[(bound_s, math.inf)])
+    both = rewrites(search, monkeypatch, 20, 30, found=[(bound_s, math.inf)])
+    first, other = with_uncertain_part(both)
+    assert first.estimate_s == other.estimate_s == 1.0
     first.take(1.0)
-    assert other.estimate_s == pytest.approx(slowness)
+    assert other.estimate_s == pytest.approx(0.5 + 0.5 * times**0.5)
+
+
+def test_the_estimate_of_a_rewrite_that_saves_enough_for_the_fastest_strategies_stays(monkeypatch):
+    search = queue()
+    search.trials.best = plan(1.44)
+    first, other = rewrites(search, monkeypatch, 20, 30, found=[(4.0, math.inf)])
+    first.take(1.0)
+    assert other.estimate_s == 1.0
+
+
+def test_a_plan_that_is_found_lowers_the_estimates_of_others_to_its_own_error(monkeypatch):
+    search = queue()
+    search.trials.best = plan(1.44)
+    every = rewrites(search, monkeypatch, 20, 30, 40, found=[(0.5, math.inf), (0.5, math.inf)])
+    first, second, other = with_uncertain_part(every)
+    first.take(1.0)
+    assert other.estimate_s == pytest.approx(0.5 + 0.5 * 1.88**0.5)
+    improve = OfRewrite._improve
+
+    def found(one, limit_s):
+        search.trials.best = plan(1.1)
+        return improve(one, limit_s)
+
+    monkeypatch.setattr(OfRewrite, "_improve", found)
+    second.take(1.0)
+    assert other.estimate_s == pytest.approx(1.1)
 
 
 def test_another_mesh_is_expected_to_need_what_saves_as_much_on_the_first_one(monkeypatch):

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from contextlib import suppress
 from dataclasses import replace
 from unittest import mock
 
@@ -26,7 +27,7 @@ from autoshard.search.problem.folding import fold
 from autoshard.search.problem.shortening import shortened
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
-from autoshard.search.space.rewrites import Estimates, Rewrite, UncappedSolution, _ends_first
+from autoshard.search.space.rewrites import ESTIMATE_GAP, Estimates, Rewrite, UncappedSolution, _ends_first
 from tests.decisions import with_decisions
 from tests.zoo import make_gpt_linen
 
@@ -324,8 +325,7 @@ def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomput
     solution = on_mesh.solve(on_mesh.pinned({}), NO_CAP, 10.0)
     uncapped = UncappedSolution(on_mesh, solution.labels, solution.cost_s)
     in_order_bytes = on_mesh.memory.peak(solution.labels).num_bytes
-    predicted = MeshProblem.predicted
-    saved = []
+    predicted, missing = MeshProblem.predicted, []
     for times in (1.0, 1.25):
 
         def more(on_mesh, labels, limit_bytes, times=times):
@@ -334,14 +334,9 @@ def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomput
 
         monkeypatch.setattr(MeshProblem, "predicted", more)
         limit_bytes, deadline = int(0.99 * in_order_bytes), Deadline.after(10.0, on_mesh.clock)
-        found = Estimates(step_problem, uncapped, {}, limit_bytes, deadline).rewrites(
-            np.inf, may_stay=False, may_recompute=True, may_offload=False
-        )
-        again = [c for c in found if c.cost_s <= uncapped.cost_s + c.more_s + 1e-12]
-        saved.append(min(c.saved_bytes for c in again))
-    missing = [in_order_bytes - 0.99 * in_order_bytes / times for times in (1.0, 1.25)]
-    assert all(s >= m for s, m in zip(saved, missing, strict=True))
-    assert saved[0] < missing[1]
+        curve = on_mesh.cap_curve(on_mesh.pinned({}), ESTIMATE_GAP)
+        missing.append(Estimates(step_problem, uncapped, {}, limit_bytes, curve, deadline).missing_bytes)
+    assert missing == pytest.approx([in_order_bytes - limit_bytes / times for times in (1.0, 1.25)], rel=0.01)
 
 
 @pytest.mark.parametrize("num", [0, 1, 2, 3, 8])
@@ -351,26 +346,25 @@ def test_all_rewrites_are_estimated_those_at_the_ends_first(num):
     assert order[:2] == [*dict.fromkeys((0, num - 1))][:num]
 
 
-def test_between_two_caps_of_nearly_equal_seconds_nothing_is_solved(monkeypatch):
+def test_a_rewrite_costs_its_recomputation_and_what_strategies_that_save_the_rest_cost_at_least():
+    """No strategies of the step that keep to the cap and the saved bytes are faster."""
     step_problem = StepProblem.of(traced(False), (), CLUSTER.device)
     on_mesh = step_problem.on(CLUSTER, (8,))
-    solution = on_mesh.solve(on_mesh.pinned({}), NO_CAP, 10.0)
-    peak_bytes = on_mesh.memory.peak(solution.labels).num_bytes
+    kept = on_mesh.pinned({})
+    solution = on_mesh.solve(kept, NO_CAP, 10.0)
+    limit_bytes = int(1.05 * on_mesh.memory.least_bytes(kept))
     uncapped = UncappedSolution(on_mesh, solution.labels, solution.cost_s)
-    estimates = Estimates(
-        step_problem, uncapped, {}, int(0.5 * peak_bytes), Deadline.after(10.0, on_mesh.clock)
-    )
-    asked = []
-
-    def solve(on_mesh, kept, limit_bytes, *args, **kwargs):
-        asked.append(limit_bytes)
-        return mock.Mock(cost_s=1.005 * solution.cost_s)
-
-    monkeypatch.setattr(MeshProblem, "solve", solve)
-    shares = (0.1, 0.3, 0.2, 0.4)  # of the peak, saved
-    costs = [estimates._sharding_s(share * peak_bytes, np.inf) for share in shares]
-    assert len(asked) == 1
-    assert costs == [1.005 * solution.cost_s] * len(shares)
+    curve, deadline = on_mesh.cap_curve(kept, ESTIMATE_GAP), Deadline.after(10.0, on_mesh.clock)
+    estimates = Estimates(step_problem, uncapped, {}, limit_bytes, curve, deadline)
+    found = estimates.rewrites(may_recompute=True, may_offload=False)
+    assert min(one.cost_s - one.more_s for one in found) >= estimates.uncapped.cost_s
+    for one in found:
+        cap_bytes = int(estimates.room_bytes + one.saved_bytes)
+        with suppress(NoFitError):
+            fitting = on_mesh.solve(kept, cap_bytes, 10.0)
+            least_s = max(fitting.cost_s, estimates.uncapped.cost_s)
+            assert one.cost_s - one.more_s <= least_s * (1 + 1e-9)
+    assert len({one.cost_s - one.more_s for one in found}) > 1
 
 
 def test_copies_to_the_host_are_never_expected_to_hide_altogether(monkeypatch):

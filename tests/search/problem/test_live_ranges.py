@@ -1,5 +1,7 @@
 """Live ranges reckoned by hand, and against what an execution of the program still needs."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -408,3 +410,35 @@ def test_an_array_is_there_as_long_as_it_is_needed(found):
             assert positions == set(range(start, end + 1))
             compared += 1
     assert compared > 1
+
+
+def convolved_twice(v, w, x):
+    def loss(v, w):
+        y = jax.lax.conv_general_dilated(x, v, (1, 1), "SAME")
+        return (jax.lax.conv_general_dilated(jnp.tanh(y), w, (1, 1), "SAME") ** 2).sum()
+
+    dv, dw = jax.grad(loss, (0, 1))(v, w)
+    return v - dv, w - dw
+
+
+def test_a_convolution_reads_a_transposed_copy_of_an_argument_until_the_argument_s_last_use():
+    """The backward phase reads the second kernel, too; its copy is there once."""
+    found = problem(convolved_twice, array(8, 8, 3, 3), array(8, 8, 3, 3), array(4, 8, 16, 16))
+    program, all_names = found.graph.folded.program, names(found)
+    seen_through = found.live_ranges.fusion.seen_through
+    convolutions = [i for i, name in enumerate(all_names) if name == "conv_general_dilated"]
+    for number, kernel in enumerate(("first", "second")):
+        (v,) = program.ops[number].results
+        reads = [i for i in convolutions if seen_through(program.ops[i].operands[1]) == v]
+        ranges = [
+            item
+            for item in found.items
+            if item.position in reads and item.num_bytes == program.values[v].num_bytes
+        ]
+        same = [
+            item for item in ranges if item.copy_source in (None, CopySource.SAME) and item.source is None
+        ]
+        assert len(same) == len(reads) == number + 1, kernel
+        assert [item.start for item in same] == reads
+        assert same[-1].end == max(program.uses[v])
+        assert all(before.end + 1 == after.start for before, after in pairwise(same))

@@ -17,6 +17,7 @@ from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.milp import solve_milp
 from autoshard.search.solver.opening import Opening
 from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
+from autoshard.search.solver.separation import separation_oracle
 from tests.search.solver.problems import (
     at_most,
     every_cost_s,
@@ -178,7 +179,8 @@ def test_better_than_the_incumbent_by_more_than_the_gap_is_never_dropped(monkeyp
     problem, rows = layered(3, 2, 4, seed)
     table = every_fitting_cost_s(problem, rows, 20e9)
     incumbent_s = float(np.sort(table, axis=None)[20])
-    search = branch_and_bound._Search(Opening(problem), 20e9, lambda labels: (), 60.0, 0.05, incumbent_s)
+    search = branch_and_bound.Search(Opening(problem), 20e9, lambda labels: (), 0.05)
+    search.cost_s = incumbent_s
     whole = branch_and_bound.Relaxation(search.planes, search.opening.consistent.copy())
     search.planes.add_row(rows[0])
     for _ in range(10):
@@ -200,7 +202,7 @@ def test_an_assignment_that_overflows_is_repaired(seed, price_s):
     cheapest = every_cost_s(problem).argmin()
     start = tuple(map(int, np.unravel_index(cheapest, problem.num_labels)))
     limit_bytes = (row.total_bytes(start) + every_row_bytes(problem, row).min()) / 2
-    search = branch_and_bound._Search(Opening(problem), limit_bytes, lambda labels: (), 60.0, 0.0, np.inf)
+    search = branch_and_bound.Search(Opening(problem), limit_bytes, lambda labels: (), 0.0)
     search.planes.add_row(row)
     whole = branch_and_bound.Relaxation(search.planes, search.opening.consistent.copy())
     assert not search._offer(start)
@@ -224,12 +226,34 @@ def test_a_beginning_that_fits_is_an_incumbent(seed):
         return (row,) if row.total_bytes(labels) > limit_bytes else ()
 
     opening = Opening(problem, lambda: [start])
-    search = branch_and_bound._Search(opening, limit_bytes, violated, 60.0, 0.0, np.inf)
+    search = branch_and_bound.Search(opening, limit_bytes, violated, 0.0)
     search._start()
     assert violated(descended)
     assert search.labels is not None
     assert not violated(search.labels)
     assert search.cost_s < problem.cost_s(start)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_search_goes_on_where_it_ended(seed):
+    """In turns that take longer and longer it ends with the optimum, and its bound never falls."""
+    problem, rows = layered(3, 2, 4, seed)
+    violated = separation_oracle(rows, None, 20e9)
+    opening = Opening(problem, clock=WorkClock())
+    search, bounds_s = branch_and_bound.Search(opening, 20e9, violated, 0.0), [-np.inf]
+    while search.stages and not search._is_closed(search.whole) and len(bounds_s) < 30:
+        try:
+            bounds_s.append(search.run(1e-4 * 2 ** len(bounds_s)).bound_s)
+        except NoFitError as e:
+            bounds_s.append(e.bound_s)
+    assert len(bounds_s) < 30
+    assert bounds_s == sorted(bounds_s)
+    if (want_s := optimum_s(problem, rows, 20e9)) == np.inf:
+        assert bounds_s[-1] == np.inf
+        return
+    found = search.run(0.0)
+    assert found.cost_s == pytest.approx(want_s, rel=1e-9)
+    assert found.bound_s == pytest.approx(found.cost_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("time_limit_s", [-1.0, 0.0, 0.02, 0.1])
@@ -389,10 +413,10 @@ class Asked:
 def test_what_is_wanted_may_round_otherwise_from_turn_to_turn(monkeypatch):
     """As prices times rows do, where another row comes to light."""
     problem, _ = layered(4, 2, 3, 0)
-    wanted_s, numbers, asked = branch_and_bound._Search._wanted_s, count(), Asked()
+    wanted_s, numbers, asked = branch_and_bound.Search._wanted_s, count(), Asked()
     monkeypatch.setattr(Opening, "contraction", lambda opening, worth_s: asked)
     monkeypatch.setattr(
-        branch_and_bound._Search,
+        branch_and_bound.Search,
         "_wanted_s",
         lambda search, part: wanted_s(search, part) * (1 + 1e-15 * next(numbers)),
     )
@@ -406,13 +430,13 @@ def test_few_prices_tell_that_nothing_fits(monkeypatch, seed):
     """They rise without end; whether they do so in vain, the smallest peak says."""
     problem, rows = layered(3, 2, 4, seed)
     least_bytes = np.max([every_row_bytes(problem, row) for row in rows], axis=0).min()
-    num_pricings, reprice = [0], branch_and_bound._Search._reprice
+    num_pricings, reprice = [0], branch_and_bound.Search._reprice
 
     def counted(search, part):
         num_pricings[0] += 1
         return reprice(search, part)
 
-    monkeypatch.setattr(branch_and_bound._Search, "_reprice", counted)
+    monkeypatch.setattr(branch_and_bound.Search, "_reprice", counted)
     with pytest.raises(NoFitError) as error:
         solve(problem, limit_bytes=0.99 * least_bytes, rows=rows)
     assert error.value.is_proven
