@@ -77,6 +77,7 @@ class Queue:
       host_arguments: the arguments that may rest in host memory.
       tried_elsewhere: steps of plans, with the meshes on which they were solved again.
       is_begun: whether the step as it is written was solved.
+      floor_s: seconds of the best plan under a higher cap. Lower estimates do not count.
     """
 
     certificate: Certificate
@@ -89,7 +90,7 @@ class Queue:
         self.misfits: list[Misfit] = []
         self.tried = ""
         self.host_arguments = HostArguments(self.step, trials.cluster, self.options)
-        self.is_begun = self._is_extended = False
+        self.is_begun, self.floor_s, self._is_extended = False, 0.0, False
         self._looked_at = dict[Variant, tuple[StepProblem, list[MeshProblem]]]()
         self.tried_elsewhere: set[tuple[StepProblem, tuple[int, ...]]] = set()
 
@@ -131,7 +132,9 @@ class Queue:
         for solved in self.solved:
             lower.open += lower._meshes(solved.variant, _untried(solved.baseline), None, solved.others)
         if best := self.best:
-            lower.open.append(OfPlan(trials, lower.certificate, best, best.on_mesh.shape))
+            lower.floor_s, shape = best.cost_s, best.on_mesh.shape
+            of_best = OfPlan(trials, lower.certificate, best, shape, least_bytes=best.peak.num_bytes)
+            lower.open.append(of_best)
         return lower
 
     def _go_through(self) -> None:
@@ -175,7 +178,7 @@ class Queue:
 
     def _urgency(self, candidate: Candidate) -> tuple[float, float]:
         """The key by which candidates are ordered if there is no plan, the next one first."""
-        estimate_s, least_bytes = candidate.estimate_s, candidate.least_bytes
+        estimate_s, least_bytes = max(candidate.estimate_s, self.floor_s), candidate.least_bytes
         return (least_bytes, estimate_s) if self._is_extended else (estimate_s, least_bytes)
 
     # --- the beginning
