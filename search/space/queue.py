@@ -43,14 +43,8 @@ from autoshard.search.space.found import Found, NotFasterError
 from autoshard.search.space.host_arguments import HostArguments
 from autoshard.search.space.rewrites import UncappedSolution
 from autoshard.search.space.smallest_peak import Misfit, plan_of_smallest_peak
-from autoshard.search.space.trials import Baseline, Trials
+from autoshard.search.space.trials import Baseline, Trials, turn_s
 from autoshard.search.space.variants import Saving, Variant, Variants
-
-SHARE = 0.2
-"""Share of the time left that one turn may take. Source: a choice of ours; five turns use up two thirds of the time."""
-
-LEAST_TURN_S = 2.0
-"""Seconds that one turn may take in any case. Source: a choice of ours."""
 
 MAX_MICROBATCHES = 64
 """Largest number of microbatches that is tried if the user names none. Source: a choice of ours."""
@@ -143,7 +137,7 @@ class Queue:
         for candidate in self._turns():
             before = self.best
             self.open.remove(candidate)
-            self.open += candidate.take(max(SHARE * self.trials.deadline.left_s, LEAST_TURN_S))
+            self.open += candidate.take(turn_s(self.trials.deadline))
             self.trials.watch.lap("recompute")
             if isinstance(candidate, OfPlan) and candidate.on_mesh:
                 self.tried_elsewhere.add((candidate.plan.step_problem, candidate.shape))

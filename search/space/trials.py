@@ -48,6 +48,12 @@ SURE_SHARE = 0.7
 ones are simulated; if those do not fit, all are simulated. Source: a choice of ours; kernels seldom need 1.4 times as
 much, except for arrays that come from the host."""
 
+TURN_SHARE = 0.2
+"""Share of the time left that one turn may take. Source: a choice of ours; five turns use up two thirds of the time."""
+
+LEAST_TURN_S = 2.0
+"""Seconds that one turn may take in any case. Source: a choice of ours."""
+
 FINER_GAP = 0.01
 """Certified gap of a warm-started solution on a mesh of three axes. Source: a choice of ours; half of it takes several
 times as long."""
@@ -212,7 +218,7 @@ class Trials:
         surely_fits_bytes: float,
     ) -> Baseline:
         """Tries a baseline mesh by mesh. Strategies below `surely_fits_bytes` are taken to fit."""
-        in_order = self._most_promising_first(on_meshes)
+        in_order, sure_bytes = self._most_promising_first(on_meshes), SURE_SHARE * self.options.memory_bytes
         deadline = Deadline.after(time_limit_s, self.clock)
         uncapped, floors_s = self._without_cap(in_order, step_problem, deadline)
         found, memory_bound, tried = list[Found](), list[UncappedSolution](), set[MeshProblem]()
@@ -220,10 +226,11 @@ class Trials:
             is_memory_bound, before = not self._is_within(one), self.best
             if not is_memory_bound and one.cost_s < self._cutoff_on(one.on_mesh):
                 tried.add(one.on_mesh)
-                known = Known(bound_s=floors_s[one.on_mesh.shape])
-                is_memory_bound = self.improve(
-                    step_problem, one.on_mesh, deadline.left_s, surely_fits_bytes, known
-                )[1]
+                known, surely_fits = Known(bound_s=floors_s[one.on_mesh.shape]), one.peak_bytes < sure_bytes
+                limit_s = deadline.left_s if surely_fits else turn_s(deadline)
+                is_memory_bound = self.improve(step_problem, one.on_mesh, limit_s, surely_fits_bytes, known)[
+                    1
+                ]
             memory_bound += [one] * is_memory_bound
             found += [self.best] if self.best and self.best is not before else []
         left = [one for one in on_meshes if one not in tried]
@@ -398,6 +405,11 @@ class Trials:
         proven_s = self._proven_s.setdefault(step_problem, {})
         proven_s[shape] = max(bound_s, proven_s.get(shape, -math.inf))
         self.tried.proves(step_problem, shape, bound_s)
+
+
+def turn_s(deadline: Deadline) -> float:
+    """Seconds that one turn may take."""
+    return max(TURN_SHARE * deadline.left_s, LEAST_TURN_S)
 
 
 def progress_prefix(step: Step) -> str:

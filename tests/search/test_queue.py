@@ -13,7 +13,7 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.solver.clock import WorkClock
-from autoshard.search.space.candidates import AGAIN, OfPlan, OfRewrite, OnMesh, SolvedVariant
+from autoshard.search.space.candidates import AGAIN, OfPlan, OfRewrite, OfVariant, OnMesh, SolvedVariant
 from autoshard.search.space.certificate import Certificate
 from autoshard.search.space.queue import Queue
 from autoshard.search.space.rewrites import Rewrite, UncappedSolution
@@ -96,6 +96,35 @@ def test_without_a_plan_the_least_memory_comes_first_in_the_time_besides():
     assert taken[:15] == [str(n) for n in range(15)]
     assert taken[15:] == [str(n) for n in range(39, 24, -1)]
     assert search.trials.clock.now_s == 30.0
+
+
+def test_under_a_lower_cap_what_was_expected_to_be_faster_than_the_plan_before_is_ordered_by_its_memory():
+    search = queue()
+    search.floor_s = 2.0
+    every = [("fast", 0.5, 9.0), ("slow", 3.0, 1.0), ("small", 1.5, 3.0), ("as fast", 2.0, 5.0)]
+    assert turns(search, *every) == ["small", "as fast", "fast", "slow"]
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_the_first_turn_of_several_microbatches_tells_how_much_they_add(is_bounded):
+    """If they have no bound, they cannot fit."""
+    variants, events = SimpleNamespace(knows_added=False), []
+
+    def look(variant):
+        events.append("look")
+        variants.knows_added = is_bounded
+
+    def solved(variant, limit_s):
+        events.append("solved")
+        return ()
+
+    one, two = (OfVariant(variants, Variant(n), look, solved) for n in (1, 2))
+    one.take(1.0)
+    assert events == ["solved"]
+    assert list(two.take(1.0)) == ([two] if is_bounded else [])
+    if is_bounded:
+        two.take(1.0)
+    assert events == ["solved", "look", *(["solved"] if is_bounded else [])]
 
 
 def test_with_a_plan_the_search_ends_in_time():

@@ -13,6 +13,7 @@ from autoshard.search.device.workspace import Workspaces
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import MeshProblem, StepProblem
 from autoshard.search.problem.reshard_paths import ReshardPaths
+from autoshard.search.problem.workspaces import workspaces
 
 MIB = 2**20
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -277,3 +278,30 @@ def test_the_gradient_of_a_max_pooling_keeps_the_place_of_each_result():
     images = array(4, 64, 64, 64)  # 4 x 32 x 32 x 64 results, in 4 dimensions
     assert of_ops("select_and_scatter_add", pooled, images) == [4]
     assert of_ops("select_and_scatter_add", pooled, images, mesh=4, x=P("data")) == [1]
+
+
+def trained(w, v, x):
+    def loss(w, v):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
+        pooled = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return jnp.sum((pooled.reshape(len(x), -1) @ v) ** 2)
+
+    dw, dv = jax.grad(loss, (0, 1))(w, v)
+    return w - dw, v - dv
+
+
+@pytest.mark.parametrize("gpu", ["H100-80GB", "A100-80GB"])
+def test_rows_know_the_workspaces_that_products_need_in_any_case(gpu):
+    """Kernels never need less, and nothing but products needs these."""
+    found = placed(trained, array(3, 3, 4, 8), array(8 * 8 * 8, 16), array(4, 16, 16, 4), gpu=gpu)
+    program = found.paths.program
+    known = workspaces(found.paths.folded, found.device)
+    assert {program.ops[i].name for i in known} == {"dot_general"}
+    assert known.keys() == {i for i, op in enumerate(program.ops) if op.name == "dot_general"}
+    assert all(0 < num_bytes <= found.num_bytes(i) for i, num_bytes in known.items())
+
+
+def test_simulated_devices_have_no_workspaces():
+    cluster = parse_cluster("1xCPU")
+    step_problem = StepProblem.of(trace(product, array(64, 32), array(32, 16)), ["", ""], cluster.device)
+    assert step_problem.on(cluster, (1,)).memory.workspaces == {}
