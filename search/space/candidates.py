@@ -321,7 +321,7 @@ class OfRewrite:
         is_too_little = self.spare_bytes < self.mesh.least_spare_bytes
         if self.num_turns:
             return self.later_s
-        if is_too_little or not solved.seems_to_fit(self):
+        if is_too_little or self.rewrite.cost_s == math.inf or not solved.seems_to_fit(self):
             return math.inf
         stacking_s = solved.stacking_s(self.rewrite.saved_bytes)
         error_s = min(LOOPS_MARGIN * solved.trials.cutoff_s, stacking_s) if stacking_s else 0.0

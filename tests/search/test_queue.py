@@ -173,6 +173,12 @@ def test_a_rewrite_that_missed_rules_out_those_that_save_little_more_but_not_the
     assert first.least_bytes == math.inf  # it comes last
 
 
+def test_a_rewrite_that_seems_to_fit_nowhere_has_no_estimate(monkeypatch):
+    one, other = rewrites(queue(), monkeypatch, 20, 30)
+    one.rewrite = replace(one.rewrite, cost_s=math.inf)
+    assert (one.estimate_s, other.estimate_s) == (math.inf, 1.0)
+
+
 def test_each_miss_asks_for_twice_as_much_more_as_the_one_before_it(monkeypatch):
     first, second, little_more, enough, most = rewrites(
         queue(), monkeypatch, 20, 40, 55, 60, 90, found=[(0.5, GIB + 10.0), (0.5, GIB + 10.0)]
