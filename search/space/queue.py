@@ -121,8 +121,8 @@ class Queue:
             lower.variants = variants = self.variants.under(options.memory_bytes)
             unopened = (one.variant for one in self.open if isinstance(one, OfVariant))
             lower.open += [OfVariant(variants, one, lower._look, lower._solved) for one in unopened]
-        else:
-            lower._open_variants(next(_fitting(first)), first.on_meshes)
+        elif fastest := next(_fitting(first), None):
+            lower._open_variants(fastest, first.on_meshes)
         for solved in self.solved:
             lower.open += lower._meshes(solved.variant, _untried(solved.baseline), None, solved.others)
         if best := self.best:

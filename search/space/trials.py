@@ -228,9 +228,8 @@ class Trials:
                 tried.add(one.on_mesh)
                 known, surely_fits = Known(bound_s=floors_s[one.on_mesh.shape]), one.peak_bytes < sure_bytes
                 limit_s = deadline.left_s if surely_fits else turn_s(deadline)
-                is_memory_bound = self.improve(step_problem, one.on_mesh, limit_s, surely_fits_bytes, known)[
-                    1
-                ]
+                what = step_problem, one.on_mesh, limit_s, surely_fits_bytes, known
+                _, is_memory_bound = self.improve(*what)
             memory_bound += [one] * is_memory_bound
             found += [self.best] if self.best and self.best is not before else []
         left = [one for one in on_meshes if one not in tried]
