@@ -224,7 +224,7 @@ class _Rewriting:
         )
         if op.name == "gather":
             fill = partial(filled, op, self.graph.values[array].shape[0]) if is_filled(op) else None
-            rows = self.written.write(to_device, [made], op, None if fill else out)
+            rows = self.written.write(_looked_up, [made], op, None if fill else out)
             if fill is not None and isinstance(rows, int):
                 self.written.write(fill, [indices, rows], op, out)
 
@@ -302,6 +302,12 @@ def to_host(x: Any) -> Any:
 def to_device(x: Any) -> Any:
     """A copy in the device's memory."""
     return jax.device_put(x, jax.memory.Space.Device)
+
+
+def _looked_up(rows: Any) -> Any:
+    """A copy of looked-up rows in the device's memory. Behind the barrier XLA may reshape them; without it, it reshapes the
+    host's rows to an array in the device's memory, and refuses the program."""
+    return jax.lax.optimization_barrier(to_device(rows))
 
 
 def _order(

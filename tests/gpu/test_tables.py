@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.process import Compiler
@@ -60,3 +61,22 @@ def test_rows_of_tables_on_the_host_travel_and_not_the_tables():
     assert proof.predicted.host_bytes == pytest.approx(120 * GIB, rel=0.01)
     assert proof.compiled.host_bytes == pytest.approx(120 * GIB, rel=0.01)
     assert proof.compiled.peak_bytes < GIB
+
+
+def test_looked_up_rows_of_the_host_may_be_reshaped():
+    """Of a table that is split in its width, rows are stacked; XLA must not reshape them before they are copied."""
+
+    def step(params, ids):
+        def loss_fn(params):
+            return (jnp.stack([table[ids] for table in params], axis=1) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params))
+
+    args = [jax.ShapeDtypeStruct((100_000, 64), jnp.float32)] * 2, jax.ShapeDtypeStruct((8192,), jnp.int32)
+    cluster, pins = parse_cluster("8xH100-80GB"), {f"params[{n}]": P(None, "data") for n in range(2)}
+    options = Options(78 * GIB, (8,), pins, offload=("parameters",))
+    found = find(trace_call("cuda", step, args, {}), cluster, options)
+    proof = CompilerVerifier(cluster, Compiler(), lambda line: None).verified(found, full=True)
+    assert found.plan.decisions.arguments["params[0]"].startswith("P(None, 'data')")
+    assert proof.fits
+    assert proof.compiled.host_bytes == pytest.approx(proof.predicted.host_bytes, rel=0.1)
