@@ -9,7 +9,8 @@ uncapped strategies of the undivided step:
     seconds  = the uncapped step + those that microbatches add + visible copies + recomputation
 
 Recomputation must save the memory beyond the cap. Its seconds are those of the cheapest candidate of the undivided step that
-saves so much. A variant for which no candidate saves enough has no estimate; those that need less memory come first.
+saves so much, or of a part of it. A variant for which no candidate saves enough has no estimate; those that need less memory
+come first.
 
 Each search of a variant corrects the estimates of the others. A miss in one microbatch corrects the memory of activations.
 A miss in several shows undivided temporaries: gathered weights and gradients, which are as large in each microbatch.
@@ -197,9 +198,20 @@ class Variants:
             self._argument_bytes(variant) + self._undivided_bytes(variant) + share * self.batch_bytes
         )
         missing_bytes = needed_bytes - (1 + slack) * self.cap_bytes
-        enough = (one.seconds for one in self.savings if share * one.num_bytes >= missing_bytes)
-        again_s = 0.0 if missing_bytes <= 0 else self.slowness * min(enough, default=math.inf)
-        return self._uncapped_s(variant) + again_s
+        return self._uncapped_s(variant) + self.slowness * self._recomputation_s(missing_bytes, share)
+
+    def _recomputation_s(self, missing_bytes: float, share: float) -> float:
+        """Seconds of recomputation that saves so much: of a part of it, if all would save more.
+
+        Args:
+          missing_bytes: bytes to save.
+          share: memory of the variant's activations over the undivided step's.
+        """
+        if missing_bytes <= 0:
+            return 0.0
+        enough = (one for one in self.savings if share * one.num_bytes >= missing_bytes)
+        parts_s = (one.seconds * missing_bytes / (share * one.num_bytes) for one in enough)
+        return min(parts_s, default=math.inf)
 
     def _uncapped_s(self, variant: Variant) -> float:
         more = SLOPE_SHARE * (variant.microbatches - 2) + 1 if variant.microbatches > 1 else 0.0
