@@ -37,6 +37,16 @@ RTOL, NOISE = 1e-9, 1e-12
 """Tolerance, as a share of the largest element and absolute: some steps of rounding."""
 
 
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """jaxlib 0.12 hangs, aborts or returns wrong numbers if it loads a ring of simulated devices from its cache of programs,
+    so these programs are not kept (`tests.simulated.keep_programs`)."""
+    before_s = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", np.inf)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before_s)
+
+
 def arrays_of(op: Op) -> tuple[list[Dims], list[Dims]]:
     """The dimensions of an op's operands and results."""
     layout = op.params["layout"]
