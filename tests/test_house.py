@@ -44,14 +44,7 @@ MAY_IMPORT = {
         "autoshard.search.solver",
         "autoshard.search.problem",
     ),
-    "autoshard.search.plan": (
-        "autoshard.cost_model",
-        "autoshard.search.ir",
-        "autoshard.search.solver",
-        "autoshard.search.problem",
-        "autoshard.search.memory",
-        "autoshard.search.device",
-    ),
+    "autoshard.search.plan": UP_TO_PLANS[:-1],
     "autoshard.search.pipeline.schedules": ("autoshard.cost_model.errors", "autoshard.search.plan"),
     "autoshard.search.pipeline.simulator": ("autoshard.search.plan",),
     "autoshard.search.pipeline.timeline": (

@@ -196,21 +196,19 @@ class SolvedVariant:
         """
         wanted_bytes = rewrite.spare_bytes + 2**self.num_missed * missed_bytes
         self.enough_bytes, self.num_missed = max(self.enough_bytes, wanted_bytes), self.num_missed + 1
-        before_bytes = self.most_missed_bytes.get(rewrite.rewrite.offloads, -math.inf)
-        self.most_missed_bytes[rewrite.rewrite.offloads] = max(rewrite.spare_bytes, before_bytes)
+        offloads = rewrite.rewrite.offloads
+        before_bytes = self.most_missed_bytes.get(offloads, -math.inf)
+        self.most_missed_bytes[offloads] = max(rewrite.spare_bytes, before_bytes)
 
     def seems_to_fit(self, rewrite: "OfRewrite") -> bool:
         """True if a rewrite saves enough to keep to the cap, by the misses so far, or if none of its kind saves more and
         none that saves as much has missed."""
         if rewrite.spare_bytes >= self.enough_bytes:
             return True
-        is_of_kind = rewrite.rewrite.offloads
-        kin = (one.spare_bytes for one in self.rewrites if one.rewrite.offloads == is_of_kind)
-        return (
-            rewrite.spare_bytes
-            >= max(kin, default=math.inf)
-            > self.most_missed_bytes.get(is_of_kind, -math.inf)
-        )
+        offloads = rewrite.rewrite.offloads
+        kin = (one.spare_bytes for one in self.rewrites if one.rewrite.offloads == offloads)
+        most_bytes = max(kin, default=math.inf)
+        return rewrite.spare_bytes >= most_bytes > self.most_missed_bytes.get(offloads, -math.inf)
 
 
 @dataclass(eq=False)
@@ -218,7 +216,7 @@ class OnMesh:
     """A variant on a mesh where memory is short, or where loops may be faster with recomputation.
 
     Attributes:
-      solved: the variant, solved without a cap on meshes of one and two axes.
+      solved: the variant, solved without a cap on some mesh.
       shape: the mesh.
       on_mesh: its problem there, once it is made.
       uncapped: its fastest strategies there, once they are known.
@@ -349,7 +347,7 @@ class OfRewrite:
         trials = self.mesh.solved.trials
         before, cutoff_s, estimate_s = trials.best, trials.cutoff_s, self.estimate_s
         limit_s = 2**self.num_turns * limit_s
-        ended = Deadline.after(FIRST_SHARE * limit_s, trials.clock)
+        early = Deadline.after(FIRST_SHARE * limit_s, trials.clock)
         step_problem, bound_s = self._improve(limit_s)
         self.num_turns += 1
         if trials.best is not before:
@@ -358,20 +356,28 @@ class OfRewrite:
         if bound_s < math.inf and cutoff_s < math.inf:
             before_times, times = self.mesh.slowness, self._times_slower(max(bound_s, cutoff_s))
             self.mesh.slowness = max(before_times, math.sqrt(before_times * times))
-        needed_bytes, cap_bytes = trials.needed_bytes(step_problem), trials.options.memory_bytes
-        is_too_large = cap_bytes < needed_bytes < math.inf
+        missed_bytes = trials.needed_bytes(step_problem) - trials.options.memory_bytes
+        is_too_large = 0 < missed_bytes < math.inf
         if is_too_large:
-            self.later_s = math.inf
-            self.mesh.solved.missed(self, needed_bytes - cap_bytes)
-            if bound_s == math.inf:
-                least_bytes = self.spare_bytes + needed_bytes - cap_bytes
-                self.mesh.least_spare_bytes = max(self.mesh.least_spare_bytes, least_bytes)
+            self._needs_more(missed_bytes, is_proven=bound_s == math.inf)
         elif trials.best is None:
-            self.later_s = AGAIN * max(estimate_s, bound_s)
-            if self.num_turns == 1:
-                self.mesh.solved.missed(self, MISSES_BY * cap_bytes)
-        is_open = self.num_turns == 1 if is_too_large else ended.is_over
-        return [self] if is_open and trials.best is None and bound_s < math.inf else []
+            self._needs_time(AGAIN * max(estimate_s, bound_s))
+        may_go_on = trials.best is None and bound_s < math.inf
+        has_turns_left = self.num_turns == 1 if is_too_large else early.is_over
+        return [self] if may_go_on and has_turns_left else []
+
+    def _needs_more(self, missed_bytes: float, *, is_proven: bool) -> None:
+        """Notes that the rewrite needs so much more than the cap, as found or as proven."""
+        self.later_s = math.inf
+        self.mesh.solved.missed(self, missed_bytes)
+        if is_proven:
+            self.mesh.least_spare_bytes = max(self.mesh.least_spare_bytes, self.spare_bytes + missed_bytes)
+
+    def _needs_time(self, later_s: float) -> None:
+        """Notes that nothing was found in time. The first time, the rewrite is taken to need more than the cap."""
+        self.later_s = later_s
+        if self.num_turns == 1:
+            self.mesh.solved.missed(self, MISSES_BY * self.mesh.solved.trials.options.memory_bytes)
 
     @cached_property
     def _problem(self) -> tuple[StepProblem, MeshProblem]:

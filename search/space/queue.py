@@ -251,9 +251,15 @@ class Queue:
 
     def _look(self, variant: Variant) -> None:
         """Bounds a variant on the mesh where it promises to be fastest, for the estimates of all variants."""
-        if self.variants and (made := self._on_meshes(variant)):
+        if made := self._on_meshes(variant):
             self._looked_at[variant] = made
-            self.variants.took(variant, made[1][0].promised_s(made[1][0].pinned(self.trials.pins)))
+            _, (on_mesh, *_) = made
+            self._took(variant, on_mesh)
+
+    def _took(self, variant: Variant, on_mesh: MeshProblem) -> None:
+        """Corrects the estimates of variants by the bound of one of them on a mesh."""
+        if self.variants:
+            self.variants.took(variant, on_mesh.promised_s(on_mesh.pinned(self.trials.pins)))
 
     def _on_meshes(self, variant: Variant) -> tuple[StepProblem, list[MeshProblem]] | None:
         """A variant on its meshes; first comes the one where the step as it is written promises to be fastest. None if
@@ -283,10 +289,9 @@ class Queue:
         have a better plan."""
         if (made := self._on_meshes(variant)) is None:
             return ()
-        trials, before, (step_problem, (one, *others)) = self.trials, self.best, made
-        baseline = trials.baseline(step_problem, (one,), limit_s)
-        if self.variants:
-            self.variants.took(variant, one.promised_s(one.pinned(trials.pins)))
+        before, (step_problem, (on_mesh, *others)) = self.best, made
+        baseline = self.trials.baseline(step_problem, (on_mesh,), limit_s)
+        self._took(variant, on_mesh)
         return self._meshes(variant, baseline, before, others)
 
     def _cannot_fit(self, on_meshes: Sequence[MeshProblem]) -> bool:

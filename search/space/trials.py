@@ -226,10 +226,11 @@ class Trials:
             is_memory_bound, before = not self._is_within(one), self.best
             if not is_memory_bound and one.cost_s < self._cutoff_on(one.on_mesh):
                 tried.add(one.on_mesh)
-                known, surely_fits = Known(bound_s=floors_s[one.on_mesh.shape]), one.peak_bytes < sure_bytes
-                limit_s = deadline.left_s if surely_fits else turn_s(deadline)
-                what = step_problem, one.on_mesh, limit_s, surely_fits_bytes, known
-                _, is_memory_bound = self.improve(*what)
+                known = Known(bound_s=floors_s[one.on_mesh.shape])
+                limit_s = deadline.left_s if one.peak_bytes < sure_bytes else turn_s(deadline)
+                _, is_memory_bound = self.improve(
+                    step_problem, one.on_mesh, limit_s, surely_fits_bytes, known
+                )
             memory_bound += [one] * is_memory_bound
             found += [self.best] if self.best and self.best is not before else []
         left = [one for one in on_meshes if one not in tried]
