@@ -1,7 +1,7 @@
 """The least cost as a function of the memory limit, from below and for little work.
 
-Prices of memory bound the cost of every assignment that fits (`search.solver.lagrangian`). The same prices bound it under
-every other limit: as a function of the limit, each pricing is a falling line. The highest lines are a convex curve. Between
+Prices of memory bound the cost of every assignment that fits (`search.solver.lagrangian`). They bound it under every other
+limit, too: as a function of the limit, each pricing is a falling line. The highest lines are a convex curve. Between
 two limits whose prices were looked for, the curve lies below the chord. If the lines are near the chord, there is nothing
 left to look for.
 

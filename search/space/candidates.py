@@ -1,11 +1,11 @@
 """Candidates: sets of plans that are not searched yet, each with an estimate of its best plan.
 
 Estimates order candidates, and results correct them. A rewrite that is slower than its estimate raises the estimates on
-its mesh: half of the way in logarithms, because neighbouring estimates differ by less than their error. A plan that is found
-lowers them again, to its own error. What is corrected is the part of an estimate that is a bound on other strategies. A
-rewrite that
-misses the cap rules out others that save little more. The margin doubles with each miss. The rewrite that saves most has a
-turn in any case.
+its mesh: half of the way in logarithms, because neighbouring estimates differ by less than their error. A plan that is
+found lowers them again, to its own error. Only one part of an estimate is corrected so: the bound on other strategies.
+
+A rewrite that misses the cap rules out others that save little more. The margin doubles with each miss. The rewrite that
+saves most has a turn in any case.
 """
 
 import math

@@ -3,11 +3,11 @@
 A candidate is a set of plans that is not searched yet. There are three kinds, each a part of the one before it:
 
 1. A *variant* of the step: its number of microbatches, and the arguments in host memory. When its turn comes, it is
-   solved without a cap, first on the mesh that promises most. What fits is a plan.
+   solved without a cap, first on the mesh that promises most. Strategies that fit are a plan.
 2. A *mesh* of a variant, on which the fastest strategies do not fit. In its turns it gets a bound under the cap, and minimum
    cuts select ops to recompute and residuals to offload, at several prices of memory.
 3. A *rewrite*: one of these selections, or none. When its turn comes, the step is rewritten and solved under the cap, and
-   its kernels are simulated. What fits is a plan. A search that needs more time goes on in a later turn.
+   its kernels are simulated. If they fit, that is a plan. A search that needs more time goes on in a later turn.
 
 The candidate with the least estimated time has the next turn (`search.space.candidates`). If no estimate is below the best
 plan, its step has turns on other meshes. The queue ends if those promise nothing either, or if time is over. Without a plan

@@ -64,7 +64,7 @@ def test_rows_of_tables_on_the_host_travel_and_not_the_tables():
 
 
 def test_looked_up_rows_of_the_host_may_be_reshaped():
-    """Of a table that is split in its width, rows are stacked; XLA must not reshape them before they are copied."""
+    """Rows of tables that are split in their width are stacked. XLA must not reshape them before they are copied."""
 
     def step(params, ids):
         def loss_fn(params):

@@ -236,7 +236,7 @@ def test_the_rewrite_that_saves_most_has_a_turn_in_any_case(monkeypatch):
 
 
 def with_uncertain_part(every):
-    """Of the estimated second, a quarter is the fastest strategies, a quarter recomputation; the rest is a bound."""
+    """An estimated second is a quarter fastest strategies and a quarter recomputation; the rest is a bound."""
     uncapped = replace(every[0].rewrite.uncapped, cost_s=0.25)
     for one in every:
         one.rewrite = replace(one.rewrite, uncapped=uncapped, more_s=0.25)
