@@ -23,7 +23,7 @@ from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.memory.microbatches import microbatched
-from autoshard.search.mesh_problem import RELATIVE_GAP, Known, MeshProblem, StepProblem, TooLargeError
+from autoshard.search.mesh_problem import Known, MeshProblem, StepProblem, TooLargeError
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, LATEST, Options, Progress, pin_marks
 from autoshard.search.plan.decisions import EDITED, apart, hosted, node_names, updated_there
 from autoshard.search.plan.edits import marks_of
@@ -34,7 +34,6 @@ from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.reconciliation import ContradictionError, Reconciled, reconciled
 from autoshard.search.plan.retention import CoarseError, RetentionCodec
 from autoshard.search.plan.shardings import step_sharding
-from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.equivalence import folded_like
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.flat_program import flatten
@@ -43,13 +42,12 @@ from autoshard.search.problem.shortening import Shortened, shortened
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, WorkClock
 from autoshard.search.solver.pbqp import Labels
-from autoshard.search.space.found import Bounds, Found, NotFasterError, Rival
+from autoshard.search.space.found import Bounds, Found
 from autoshard.search.space.long_sequences import (
     BLOCKWISE,
+    OtherForm,
+    blocks_add_s,
     holds_too_much,
-    least_as_written_s,
-    least_in_blocks_s,
-    seem_faster,
     without_ring,
 )
 from autoshard.search.space.queue import Queue
@@ -65,6 +63,34 @@ of ours."""
 MAX_SHORT_PEAK = 1.5
 """If the shortened step needs more than this multiple of the cap, the whole step is not searched. Source: a choice of
 ours; different decisions in represented layers save only a share of the layers' memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A form of a step: as it is written, or with its attention in blocks.
+
+    Attributes:
+      step: the step.
+      short: the shortened step that represents it; None if the whole step is searched.
+    """
+
+    step: Step
+    short: Shortened | None
+
+    @classmethod
+    def of(cls, step: Step, options: Options) -> "Form":
+        """A form with its shortened step, if it has equal layers."""
+        return cls(step, shortened(step, _equivalence_keys(step, _options_json(options))))
+
+    @property
+    def searched(self) -> Step:
+        """The step that is searched."""
+        return self.short.step if self.short else self.step
+
+    @property
+    def attention(self) -> str:
+        """The word of a plan for its attention."""
+        return BLOCKWISE if self.step.spelled_out else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +213,7 @@ def find(
 ) -> SearchResult:
     """Searches for the fastest plan that fits, of the step as it is written and of the step with its attention in blocks.
 
-    The form that seems faster is searched first. The other one has to beat its plan, on meshes whose bounds allow that,
-    in the time that is left.
+    The form that seems faster is searched first (`search.space.long_sequences`).
 
     Raises:
       InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
@@ -197,51 +222,14 @@ def find(
     in_blocks = blockwise(step)
     if in_blocks is None:
         return find_as_written(step, cluster, options, progress)
-    deadline = Deadline.after(LATEST * options.limit_s, options.new_clock())
-    options = replace(options, clock=deadline.clock)
-
-    watch = Stopwatch(step.trace_s)
     if said := without_ring(in_blocks, cluster.num_devices):
         progress(said)
-
-    def searched(form: Step, own: Options = options, rival: Rival | None = None) -> SearchResult:
-        if form is in_blocks:
-            progress("attention in blocks")
-        return _find_form(form, cluster, own, progress, watch, rival)
-
+    forms = (step, in_blocks) if blocks_add_s(in_blocks, cluster) >= 0 else (in_blocks, step)
     if holds_too_much(step, in_blocks, cluster.num_devices, options.memory_bytes):
-        return searched(in_blocks)
-    forms = (in_blocks, step) if seem_faster(in_blocks, cluster) else (step, in_blocks)
-    first, refused, rival = None, list[InfeasibleError](), None
-    try:
-        first = searched(forms[0])
-        rival = _rival(first, step, in_blocks, cluster, options) if first.keeps_to_cap else None
-        if rival and not rival.shapes:
-            return first
-    except InfeasibleError as e:
-        refused.append(e)
-    left = options.until(deadline) if first else options
-    return _faster(first, refused, lambda: searched(forms[1], left, rival))
-
-
-def _rival(first: SearchResult, step: Step, in_blocks: Step, cluster: Cluster, options: Options) -> Rival:
-    """The best plan of one form of a step, and the meshes on which the other form may be faster."""
-    best, bounds_s, is_pinned = first.found, first.uncapped_bounds_s, bool(options.pins)
-    if first.plan.attention == BLOCKWISE:
-        written = _on_mesh_of(best, step, cluster, options)
-        least_s = least_as_written_s(best, bounds_s, in_blocks, written, is_pinned)
-    else:
-        least_s = least_in_blocks_s(best, bounds_s, in_blocks, is_pinned)
-    enough_s = (1 - RELATIVE_GAP) * best.cost_s
-    return Rival(best, tuple(shape for shape, bound_s in least_s.items() if bound_s < enough_s))
-
-
-def _on_mesh_of(best: Found, step: Step, cluster: Cluster, options: Options) -> CostedGraph:
-    """Another form of a plan's step on its mesh, with the costs of its kernels."""
-    short = shortened(step, _equivalence_keys(step, _options_json(options)))
-    few, on_mesh = short.step if short else step, best.on_mesh
-    problem = StepProblem.of(few, pin_marks(few, options.pins or {}), cluster.device, clock=on_mesh.clock)
-    return problem.on(cluster, on_mesh.shape, on_mesh.memory.costed.resharder).memory.costed
+        forms = (in_blocks,)
+    if forms[0] is in_blocks:
+        progress("attention in blocks")
+    return _find_forms(forms, cluster, options, progress)
 
 
 def find_under(
@@ -270,40 +258,37 @@ def find_as_written(
     Raises:
       InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
     """
-    return _find_form(step, cluster, options, progress, Stopwatch(step.trace_s))
+    return _find_forms((step,), cluster, options, progress)
 
 
-def _find_form(
-    step: Step,
-    cluster: Cluster,
-    options: Options,
-    progress: Progress,
-    watch: Stopwatch,
-    rival: Rival | None = None,
+def _find_forms(
+    steps: Sequence[Step], cluster: Cluster, options: Options, progress: Progress
 ) -> SearchResult:
-    """The fastest plan that fits of one form of a step, which has to beat a rival, if there is one.
+    """The fastest plan that fits, of a step in some forms.
 
     Raises:
       InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
-      NotFasterError: no plan is faster than the rival.
     """
+    watch = Stopwatch(steps[0].trace_s)
     deadline = Deadline.after(LATEST * options.limit_s, options.new_clock())
     options = replace(options, clock=deadline.clock)
-    short = shortened(step, _equivalence_keys(step, _options_json(options)))
+    forms = [Form.of(one, options) for one in steps]
     watch.lap("graph")
-    few, refused = None, list[InfeasibleError]()
+    few, refused, has_short = None, list[InfeasibleError](), forms[0].short is not None
     try:
-        few = _by_few_layers(step, short, cluster, options, progress, watch, rival) if short else None
+        few = _by_few_layers(forms, cluster, options, progress, watch) if has_short else None
     except InfeasibleError as e:
         if e.smallest_bytes > MAX_SHORT_PEAK * options.memory_bytes:
             raise
         refused.append(e)
     if few and few.keeps_to_cap and (deadline.is_over or not few.leaves_memory_unused):
         return few
-    if short:
+    if has_short:
         progress("all layers")
     left = options.until(deadline) if few else options
-    return _faster(few, refused, partial(_found, step, None, cluster, left, progress, watch, rival))
+    own = [one for one in forms if few is None or one.attention == few.plan.attention]
+    whole = [replace(one, short=None) for one in own]
+    return _faster(few, refused, partial(_found, whole, cluster, left, progress, watch))
 
 
 def _faster(
@@ -314,38 +299,29 @@ def _faster(
 
     Raises:
       InfeasibleError: neither search found a plan. The error is the one with the smallest peak.
-      NotFasterError: the first search found no plan, the second none that is faster than its rival.
     """
     try:
         second = search()
-    except (InfeasibleError, NotFasterError) as e:
+    except InfeasibleError as e:
         if first:
             return first
-        if isinstance(e, NotFasterError):
-            raise
         raise min((*refused, e), key=lambda one: one.smallest_bytes) from None
     both = filter(None, (first, second))
     return min(both, key=lambda one: (not one.keeps_to_cap, one.plan.estimates.step_s))
 
 
 def _by_few_layers(
-    step: Step,
-    short: Shortened,
-    cluster: Cluster,
-    options: Options,
-    progress: Progress,
-    watch: Stopwatch,
-    rival: Rival | None,
+    forms: Sequence[Form], cluster: Cluster, options: Options, progress: Progress, watch: Stopwatch
 ) -> SearchResult | None:
-    """The best plan of the shortened step; None if its strategies or its recomputation do not suit the whole step.
+    """The best plan of a shortened step; None if its strategies or its recomputation do not suit the whole step.
 
     Raises:
       InfeasibleError: nothing fits, unless the step recomputes across layers.
-      NotFasterError: no plan is faster than the rival.
     """
     with suppress(NoFitError, PlanError):
-        found = _found(step, short, cluster, options, progress, watch, rival)
-        return _suited(found, step, cluster, options, progress, watch)
+        found = _found(forms, cluster, options, progress, watch)
+        form = next(one for one in forms if one.attention == found.plan.attention)
+        return _suited(found, form.step, cluster, options, progress, watch)
     return None
 
 
@@ -372,42 +348,39 @@ def _suited(
 
 
 def _found(
-    step: Step,
-    short: Shortened | None,
-    cluster: Cluster,
-    options: Options,
-    progress: Progress,
-    watch: Stopwatch,
-    rival: Rival | None,
+    forms: Sequence[Form], cluster: Cluster, options: Options, progress: Progress, watch: Stopwatch
 ) -> SearchResult:
-    """The fastest plan that fits, of a step or of the shortened step that represents it.
+    """The fastest plan that fits, of a step in one form or two, or of shortened steps that represent them.
 
     Raises:
       InfeasibleError: nothing fits.
-      NotFasterError: no plan is faster than the rival.
     """
-    searched = short.step if short else step
-    marks = pin_marks(searched, options.pins or {})
-    trials = Trials(searched, marks, cluster, options, progress, options.new_clock(), watch, rival)
-    return _result(Queue(trials), step, short, cluster)
+    first, pins = forms[0].searched, options.pins or {}
+    trials = Trials(first, pin_marks(first, pins), cluster, options, progress, options.new_clock(), watch)
+    other = None
+    if len(forms) > 1:
+        step, in_blocks = forms[1].searched, next(one.step for one in forms if one.step.spelled_out)
+        is_in_blocks, more_s = forms[1].step is in_blocks, abs(blocks_add_s(in_blocks, cluster))
+        other = OtherForm(step, pin_marks(step, pins), in_blocks, is_in_blocks, more_s)
+    return _result(Queue(trials, other), forms, cluster)
 
 
-def _result(search: Queue, step: Step, short: Shortened | None, cluster: Cluster) -> SearchResult:
+def _result(search: Queue, forms: Sequence[Form], cluster: Cluster) -> SearchResult:
     """The result of a search, of a step or of the shortened step that represents it.
 
     Raises:
       InfeasibleError: nothing fits.
-      NotFasterError: no plan is faster than the rival.
     """
-    best, trials = search.run(), search.trials
+    best, won = search.run(), search.winner
+    form, trials = next(one for one in forms if one.searched is won.step), won.trials
 
     def under(lower: Options, report: Progress) -> SearchResult:
-        return _result(search.under(lower, report), step, short, cluster)
+        return _result(search.under(lower, report), forms, cluster)
 
-    bounds_s = search.certificate.bounds_s(best)
-    found = _finished(step, best, cluster, trials.options, tuple(bounds_s), trials.watch, short)
+    bounds_s = won.certificate.bounds_s(best)
+    found = _finished(form, best, cluster, trials.options, tuple(bounds_s), trials.watch)
     tried = trials.tried.candidates(best, bounds_s)
-    found = replace(found, uncapped_bounds_s=search.certificate.uncapped_s, under=under)
+    found = replace(found, uncapped_bounds_s=won.certificate.uncapped_s, under=under)
     return found.with_plan(candidates=tried).bounded(min(bounds_s.values()))
 
 
@@ -429,7 +402,7 @@ def _on_all_layers(
     solution, device = on_mesh.fitting(kept, limit_bytes, options.limit_s, known=known)
     watch.lap("solve")
     best = Found(problem, on_mesh, solution.labels, limit_bytes, device)
-    found = _finished(step, best, cluster, options, few.plan.meshes, watch, None)
+    found = _finished(Form(step, None), best, cluster, options, few.plan.meshes, watch)
     found = replace(found, uncapped_bounds_s=few.uncapped_bounds_s)
     return found.with_plan(candidates=few.plan.candidates).bounded(min(few.bound_s, solution.bound_s))
 
@@ -462,7 +435,8 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
         labels, device = e.labels, e.predicted  # the compiler, if it was asked, overrules the prediction
     watch.lap("solve")
     forced = Found(step_problem, on_mesh, labels, plan.memory_bytes, device)
-    found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch, short)
+    form, forced_options = Form(step, short), Options(plan.memory_bytes)
+    found = _finished(form, forced, cluster, forced_options, plan.meshes, watch)
     was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
     gap = plan.gap if plan.is_sealed and math.isclose(is_s, was_s, rel_tol=1e-6) else None
     tried = plan.candidates if gap is not None else ()
@@ -602,13 +576,12 @@ def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
 
 
 def _finished(
-    step: Step,
+    form: Form,
     found: Found,
     cluster: Cluster,
     options: Options,
     meshes: tuple[tuple[int, ...], ...],
     watch: Stopwatch,
-    short: Shortened | None,
 ) -> SearchResult:
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
     sites, offloaded_sites = step_problem.sites, step_problem.offloaded_sites
@@ -617,7 +590,7 @@ def _finished(
         if sites or offloaded_sites
         else {}
     )
-    split = step_problem.traced
+    step, split = form.step, step_problem.traced
     decisions = found.on_mesh.codec.decisions(found.labels)
     arguments = {argument.name: decisions.arguments[argument.name] for argument in step.arguments}
     plan = Plan(
@@ -634,11 +607,11 @@ def _finished(
         shardings=(replace(decisions, arguments=arguments).sharding,),
         estimates=estimate(costed, found.labels, found.device, found.hidden_s, found.host_bytes),
         outline=outlined(step.spelled_out or step),
-        attention=BLOCKWISE if step.spelled_out else "",
+        attention=form.attention,
     )
     watch.lap("plan")
     plan = replace(plan, marks=marks_of(plan), search_s=watch.seconds)
-    return SearchResult(plan, step_problem, found.on_mesh, found.labels, short=short)
+    return SearchResult(plan, step_problem, found.on_mesh, found.labels, short=form.short)
 
 
 def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:

@@ -1,8 +1,9 @@
 """Candidates: sets of plans that are not searched yet, each with an estimate of its best plan.
 
-Estimates order candidates, and results correct them. A rewrite that is slower than its estimate raises the estimates on
-its mesh: half of the way in logarithms, because neighbouring estimates differ by less than their error. A plan that is
-found lowers them again, to its own error. Only one part of an estimate is corrected so: the bound on other strategies.
+Estimates order candidates, and results correct them. A rewrite saves some of the missing bytes, and other strategies must
+save the rest. The estimate takes a lower bound on their time. A result that is slower raises all estimates on its mesh by
+its error for each of these bytes: half of the way, because neighbouring estimates differ by less than their error. A plan
+that is faster than its corrected estimate lowers them again.
 
 A rewrite that misses the cap rules out others that save little more. The margin doubles with each miss. The rewrite that
 saves most has a turn in any case.
@@ -165,13 +166,13 @@ class SolvedVariant:
         return min((one.relief_s for one in enough), default=math.inf)
 
     def promised_s(self, shape: tuple[int, ...]) -> float:
-        """A lower bound on the uncapped step on a mesh. If none is known, an estimate: the mesh is as much slower as it is
-        for the step as it is written, or else halfway between the fastest solution and its computation."""
-        if shape in self.baseline.floors_s:
-            return self.baseline.floors_s[shape]
-        floors_s = self.certificate.first.floors_s
-        if shape in floors_s:
-            return self.fastest.cost_s * floors_s[shape] / floors_s[self.fastest.on_mesh.shape]
+        """Estimated seconds of the uncapped step on a mesh. If the variant was not solved there, the mesh is as much slower
+        as for the undivided step, or else halfway between the fastest solution and its computation."""
+        if shape in self.baseline.estimates_s:
+            return self.baseline.estimates_s[shape]
+        first_s = self.certificate.first.estimates_s
+        if shape in first_s:
+            return self.fastest.cost_s * first_s[shape] / first_s[self.fastest.on_mesh.shape]
         return (self.fastest.computed_s + self.fastest.cost_s) / 2
 
     def known(self, on_mesh: MeshProblem) -> Known:
@@ -223,7 +224,7 @@ class OnMesh:
       capped_s: a lower bound on the step without a rewrite, under the cap, once it is known; infinite if it hardly fits.
       missing_bytes: bytes that rewrites must save, once they are estimated.
       least_spare_bytes: bytes beyond those that a rewrite must save, because others were proven to need more than the cap.
-      slowness: time over its estimate, of what rewrites take besides the fastest strategies and recomputation.
+      error_s_per_byte: seconds beyond the estimate, for each byte that other strategies than the fastest ones save.
     """
 
     solved: SolvedVariant
@@ -233,7 +234,7 @@ class OnMesh:
     capped_s: float | None = None
     missing_bytes: float = 0.0
     least_spare_bytes: float = -math.inf
-    slowness: float = 1.0
+    error_s_per_byte: float = 0.0
 
     @property
     def estimate_s(self) -> float:
@@ -323,17 +324,19 @@ class OfRewrite:
             return math.inf
         stacking_s = solved.stacking_s(self.rewrite.saved_bytes)
         error_s = min(LOOPS_MARGIN * solved.trials.cutoff_s, stacking_s) if stacking_s else 0.0
-        return self.rewrite.cost_s + (self.mesh.slowness - 1) * self._uncertain_s - error_s
+        return self.rewrite.cost_s + self.mesh.error_s_per_byte * self._missing_bytes - error_s
 
     @property
-    def _uncertain_s(self) -> float:
-        """The part of the estimate that is wrong by a factor: neither the fastest strategies nor recomputation."""
-        return max(0.0, self.rewrite.cost_s - self.rewrite.uncapped.cost_s - self.rewrite.more_s)
+    def _missing_bytes(self) -> float:
+        """Bytes that other strategies than the fastest ones must save."""
+        return max(0.0, -self.spare_bytes)
 
-    def _times_slower(self, actual_s: float) -> float:
-        """Times by which that part took longer than estimated, if the rewrite takes so long; 1 if it took less."""
-        more_s = actual_s - self.rewrite.cost_s
-        return 1 + max(0.0, more_s) / self._uncertain_s if self._uncertain_s else 1.0
+    def _correct(self, actual_s: float) -> None:
+        """Corrects the estimates on the mesh, if the rewrite takes so long."""
+        if not self._missing_bytes:
+            return
+        before, found = self.mesh.error_s_per_byte, (actual_s - self.rewrite.cost_s) / self._missing_bytes
+        self.mesh.error_s_per_byte = max(0.0, min(found, (before + found) / 2))
 
     @property
     def least_bytes(self) -> float:
@@ -351,20 +354,18 @@ class OfRewrite:
         step_problem, bound_s = self._improve(limit_s)
         self.num_turns += 1
         if trials.best is not before:
-            self.mesh.slowness = min(self.mesh.slowness, self._times_slower(trials.cutoff_s))
+            self._correct(trials.cutoff_s)
             return []
-        if bound_s < math.inf and cutoff_s < math.inf:
-            before_times, times = self.mesh.slowness, self._times_slower(max(bound_s, cutoff_s))
-            self.mesh.slowness = max(before_times, math.sqrt(before_times * times))
+        if max(bound_s, cutoff_s) < math.inf:
+            self._correct(max(bound_s, cutoff_s, estimate_s))
         missed_bytes = trials.needed_bytes(step_problem) - trials.options.memory_bytes
         is_too_large = 0 < missed_bytes < math.inf
         if is_too_large:
             self._needs_more(missed_bytes, is_proven=bound_s == math.inf)
-        elif trials.best is None:
+        else:
             self._needs_time(AGAIN * max(estimate_s, bound_s))
-        may_go_on = trials.best is None and bound_s < math.inf
         has_turns_left = self.num_turns == 1 if is_too_large else early.is_over
-        return [self] if may_go_on and has_turns_left else []
+        return [self] if bound_s < math.inf and has_turns_left else []
 
     def _needs_more(self, missed_bytes: float, *, is_proven: bool) -> None:
         """Notes that the rewrite needs so much more than the cap, as found or as proven."""
@@ -374,9 +375,10 @@ class OfRewrite:
             self.mesh.least_spare_bytes = max(self.mesh.least_spare_bytes, self.spare_bytes + missed_bytes)
 
     def _needs_time(self, later_s: float) -> None:
-        """Notes that nothing was found in time. The first time, the rewrite is taken to need more than the cap."""
+        """Notes that nothing was found in time. The first time, if there is no plan, the rewrite is taken to need more than
+        the cap."""
         self.later_s = later_s
-        if self.num_turns == 1:
+        if self.num_turns == 1 and self.mesh.solved.trials.best is None:
             self.mesh.solved.missed(self, MISSES_BY * self.mesh.solved.trials.options.memory_bytes)
 
     @cached_property
@@ -429,8 +431,6 @@ class OfPlan:
       plan: the plan.
       shape: the mesh.
       solved: the variant that the plan's step is made from.
-      on_mesh: the step's problem there, once it had a turn.
-      promised_s: a lower bound from the problem's messages.
     """
 
     trials: Trials
@@ -438,8 +438,6 @@ class OfPlan:
     plan: Found
     shape: tuple[int, ...]
     solved: SolvedVariant | None = None
-    on_mesh: MeshProblem | None = None
-    promised_s: float = -math.inf
     least_bytes: float = math.inf
 
     @property
@@ -447,22 +445,19 @@ class OfPlan:
         """Halfway between the plan's time and its lower bound, which is at least that of its computation."""
         computed_s = self.plan.cost_s - self.plan.communication_s
         proven_s = self.certificate.proven_s(self.plan.step_problem, self.shape)
-        return (max(computed_s, proven_s, self.promised_s) + self.plan.cost_s) / 2
+        return (max(computed_s, proven_s) + self.plan.cost_s) / 2
 
     def take(self, limit_s: float) -> Iterable[Candidate]:
-        """The first turn makes the problem, with a better bound; the second one solves it. If memory is short on a mesh of
-        three axes, other rewrites of the variant may be faster there."""
+        """Solves the step on the mesh. If memory is short on a mesh of three axes, other rewrites of the variant may be
+        faster there."""
         plan, trials, step_problem = self.plan, self.trials, self.plan.step_problem
         is_own = self.shape == plan.on_mesh.shape
-        on_mesh = self.on_mesh or (plan.on_mesh if is_own else trials.put_on(step_problem, self.shape))
+        on_mesh = plan.on_mesh if is_own else trials.put_on(step_problem, self.shape)
         known = self.certificate.known(step_problem, self.shape)
         if is_own:
             known = replace(known, start=plan.labels)
         elif self.shape in finer_shapes(trials.cluster, plan.on_mesh.shape):
             known = replace(known, start=for_finer_mesh(plan.on_mesh, plan.labels, on_mesh))
-        if self.on_mesh is None:
-            promised_s = on_mesh.promised_s(on_mesh.pinned(trials.pins), known)
-            return [replace(self, on_mesh=on_mesh, promised_s=promised_s)]
         trials.progress(f"the same on mesh {format_mesh(self.shape)}")
         is_finer = self.shape not in trials.shapes
         min_gain = MIN_GAIN if is_finer else 0.0

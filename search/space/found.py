@@ -13,10 +13,6 @@ Bounds = Mapping[tuple[int, ...], float]
 """Lower bounds in seconds, by mesh."""
 
 
-class NotFasterError(Exception):
-    """No plan of a step is faster than its rival."""
-
-
 @dataclass(frozen=True, eq=False)
 class Found:
     """Strategies, and the device's step under them.
@@ -79,16 +75,3 @@ class Found:
     def host_bytes(self) -> float:
         """Bytes of host memory that a device needs."""
         return self.on_mesh.host.peak(self.labels).num_bytes if self.on_mesh.host.items else 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class Rival:
-    """A plan of a step in another form. A search of the step has to beat it.
-
-    Attributes:
-      found: the plan.
-      shapes: the meshes that may have a faster plan, by their bounds.
-    """
-
-    found: Found
-    shapes: tuple[tuple[int, ...], ...]

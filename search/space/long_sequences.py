@@ -1,8 +1,9 @@
 """Whether a step is searched as it is written, with its attention in blocks, or in both forms.
 
 Blocks skip the scores that a mask hides, save the memory of all scores, and let devices split a sequence without gathering
-keys and values. The form that seems faster is searched first. The other form is searched on the meshes whose lower bound is
-below the first form's best plan, which it has to beat.
+keys and values. The form that seems faster is searched first. The other form is a candidate of the same queue
+(`search.space.queue`): its turn comes if plans of the first form need more memory than there is, and rewrites that save it
+seem to be slower. If there is a plan, the other form is searched only on the meshes whose lower bound is below that plan.
 
 The bound on plans in one form comes from the other form. Take any plan. A plan in the other form splits every
 attention alike and decides all else alike, so that both differ by the time of attention alone:
@@ -18,7 +19,7 @@ is no bound.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -36,6 +37,7 @@ from autoshard.search.ir.graph import Graph, Op, Step, Value
 from autoshard.search.memory.attention.cudnn import FUSED
 from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.memory.microbatches import batch_divisors
+from autoshard.search.mesh_problem import RELATIVE_GAP
 from autoshard.search.problem.attention_blocks import BlockLoops
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.kernels import Endpoint, runs_alone
@@ -45,6 +47,43 @@ from autoshard.search.space.found import Bounds, Found
 
 BLOCKWISE = "blockwise"
 """The word of a plan for attention in blocks."""
+
+
+@dataclass(frozen=True, eq=False)
+class OtherForm:
+    """The form of a step that is not searched first.
+
+    Attributes:
+      step: the step in this form, or the shortened step that represents it.
+      marks: per argument, its pin.
+      in_blocks: the whole step with its attention in blocks.
+      is_in_blocks: whether that is this form.
+      more_s: estimated seconds that attention takes more than in the other form.
+    """
+
+    step: Step
+    marks: Sequence[str]
+    in_blocks: Step
+    is_in_blocks: bool
+    more_s: float
+
+    def may_be_faster(
+        self, best: Found, bounds_s: Bounds, is_pinned: bool, written: Callable[[], CostedGraph]
+    ) -> tuple[tuple[int, ...], ...]:
+        """The meshes where a plan in this form may be faster than the best plan in the other form.
+
+        Args:
+          best: that plan.
+          bounds_s: by mesh, a lower bound on plans in the other form, without a cap.
+          is_pinned: whether pins may keep a plan from splitting examples instead of a sequence.
+          written: returns this form, if the step is as it is written, on that plan's mesh.
+        """
+        if self.is_in_blocks:
+            least_s = least_in_blocks_s(best, bounds_s, self.in_blocks, is_pinned)
+        else:
+            least_s = least_as_written_s(best, bounds_s, self.in_blocks, written(), is_pinned)
+        enough_s = (1 - RELATIVE_GAP) * best.cost_s
+        return tuple(shape for shape, bound_s in least_s.items() if bound_s < enough_s)
 
 
 @dataclass(frozen=True)
@@ -141,11 +180,12 @@ def holds_too_much(step: Step, in_blocks: Step, num_devices: int, limit_bytes: i
     return most / examples / num_devices > limit_bytes
 
 
-def seem_faster(in_blocks: Step, cluster: Cluster) -> bool:
-    """True if attention is estimated to take less time in blocks, with heads and examples split over all devices."""
+def blocks_add_s(in_blocks: Step, cluster: Cluster) -> float:
+    """Estimated seconds that attention takes more in blocks than as written, with heads and examples split over all
+    devices; negative if it takes less."""
     found, num_parts = _attentions(in_blocks), cluster.num_devices
     blocks_s = sum(one.blocks_s(cluster, num_parts)[1] for one in found)
-    return blocks_s < sum(one.written_s(cluster.device, num_parts) for one in found)
+    return blocks_s - sum(one.written_s(cluster.device, num_parts) for one in found)
 
 
 def least_in_blocks_s(found: Found, uncapped_bounds_s: Bounds, in_blocks: Step, is_pinned: bool) -> Bounds:

@@ -9,6 +9,9 @@ A candidate is a set of plans that is not searched yet. There are three kinds, e
 3. A *rewrite*: one of these selections, or none. When its turn comes, the step is rewritten and solved under the cap, and
    its kernels are simulated. If they fit, that is a plan. A search that needs more time goes on in a later turn.
 
+A step with attention has two forms (`search.space.long_sequences`). The second one is a candidate, too. When its turn comes,
+its variants join the queue.
+
 The candidate with the least estimated time has the next turn (`search.space.candidates`). If no estimate is below the best
 plan, its step has turns on other meshes. The queue ends if those promise nothing either, or if time is over. Without a plan
 it has as long again, and then the candidate with the least memory comes first.
@@ -16,11 +19,12 @@ it has as long again, and then the candidate with the least memory comes first.
 If the compiler finds that a plan needs more than it may, the search goes on under a lower cap (`Queue.under`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 
-from autoshard.cost_model.errors import first_line
+from autoshard.cost_model.errors import InfeasibleError, first_line
 from autoshard.cost_model.meshes import finer_shapes
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.memory.host_updates import host_updates, least_copy_s, least_update_s, updatable
@@ -28,6 +32,7 @@ from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import ROUNDING, MeshProblem, StepProblem
 from autoshard.search.options import OFFLOADED, Options, Progress, named_axes
+from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
 from autoshard.search.space.candidates import (
     Candidate,
@@ -39,8 +44,9 @@ from autoshard.search.space.candidates import (
     UpdatedElsewhere,
 )
 from autoshard.search.space.certificate import Certificate
-from autoshard.search.space.found import Found, NotFasterError
+from autoshard.search.space.found import Found
 from autoshard.search.space.host_arguments import HostArguments
+from autoshard.search.space.long_sequences import OtherForm
 from autoshard.search.space.rewrites import UncappedSolution
 from autoshard.search.space.smallest_peak import Misfit, plan_of_smallest_peak
 from autoshard.search.space.trials import Baseline, Trials, turn_s
@@ -70,13 +76,14 @@ class Queue:
       tried: a sentence for the error message on variants that were tried without success.
       host_arguments: the arguments that may rest in host memory.
       tried_elsewhere: steps of plans, with the meshes on which they were solved again.
-      is_begun: whether the step as it is written was solved.
+      is_begun: whether the undivided step was solved.
+      other: the search for another form of the step, once it is begun.
       floor_s: seconds of the best plan under a higher cap. Lower estimates do not count.
     """
 
     certificate: Certificate
 
-    def __init__(self, trials: Trials) -> None:
+    def __init__(self, trials: Trials, form: OtherForm | None = None) -> None:
         self.trials, self.step, self.options = trials, trials.step, trials.options
         self.variants: Variants | None = None
         self.open: list[Candidate] = []
@@ -87,6 +94,8 @@ class Queue:
         self.is_begun, self.floor_s, self._is_extended = False, 0.0, False
         self._looked_at = dict[Variant, tuple[StepProblem, list[MeshProblem]]]()
         self.tried_elsewhere: set[tuple[StepProblem, tuple[int, ...]]] = set()
+        self.form = form
+        self.other: Queue | None = None
 
     @property
     def best(self) -> Found | None:
@@ -99,62 +108,93 @@ class Queue:
         Raises:
           InfeasibleError: nothing fits the cap. The message says how the cap or the request could change.
           InputError: the step cannot be split into the number of microbatches that the user names.
-          NotFasterError: no plan is faster than the rival.
         """
         if not self.is_begun:
             self._begin()
         self._go_through()
-        if self.best is None:
-            first = self.certificate.first
-            return plan_of_smallest_peak(self.trials, first, self.misfits, self.tried, _found)
-        if self.trials.rival and self.best is self.trials.rival.found:
-            raise NotFasterError
-        return self.best
+        return self.best or self._plan_of_smallest_peak()
+
+    def _plan_of_smallest_peak(self) -> Found:
+        """The plan of the smallest peak in any form, if it fits after all.
+
+        Raises:
+          InfeasibleError: it does not fit.
+        """
+        refused = list[InfeasibleError]()
+        for one in self._searches:
+            try:
+                return plan_of_smallest_peak(
+                    one.trials, one.certificate.first, one.misfits, one.tried, _found
+                )
+            except InfeasibleError as e:
+                refused.append(e)
+        raise min(refused, key=lambda e: e.smallest_bytes)
+
+    @property
+    def _searches(self) -> tuple["Queue", ...]:
+        """The searches for each form of the step that are begun."""
+        return (self, self.other) if self.other else (self,)
+
+    @property
+    def winner(self) -> "Queue":
+        """The search for the form of the step that has the best plan."""
+        return next(one for one in self._searches if self.best and one.trials.owns(self.best))
 
     def under(self, options: Options, progress: Progress) -> "Queue":
         """The search under a lower cap, to be run. It knows the variants that are solved, and the best plan's step."""
-        trials = self.trials.under(options, progress)
-        lower, first = Queue(trials), self.certificate.first
+        lower = self._under(self.trials.under(options, progress))
+        if self.other:
+            of_other = self.other.trials.under(options, progress, lower.trials.race)
+            lower.other = self.other._under(of_other)
+        return lower
+
+    def _under(self, trials: Trials) -> "Queue":
+        """The search for one form of the step with the trials of a lower cap."""
+        lower, first = Queue(trials, self.form), self.certificate.first
         lower.certificate, lower.is_begun = Certificate(trials, first), True
         lower.misfits, lower.tried = [*self.misfits], self.tried
         if self.variants:
-            lower.variants = variants = self.variants.under(options.memory_bytes)
+            lower.variants = variants = self.variants.under(trials.options.memory_bytes)
             unopened = (one.variant for one in self.open if isinstance(one, OfVariant))
             lower.open += [OfVariant(variants, one, lower._look, lower._solved) for one in unopened]
         elif fastest := next(_fitting(first), None):
             lower._open_variants(fastest, first.on_meshes)
         for solved in self.solved:
             lower.open += lower._meshes(solved.variant, _untried(solved.baseline), None, solved.others)
+        if self.form and not self.other:
+            lower.open.append(OfForm(lower, self.form))
         if best := self.best:
-            lower.floor_s, shape = best.cost_s, best.on_mesh.shape
-            of_best = OfPlan(trials, lower.certificate, best, shape, least_bytes=best.peak.num_bytes)
-            lower.open.append(of_best)
+            lower.floor_s = best.cost_s
+        if best and self.trials.owns(best):
+            shape, least_bytes = best.on_mesh.shape, best.peak.num_bytes
+            lower.open.append(OfPlan(trials, lower.certificate, best, shape, least_bytes=least_bytes))
         return lower
 
     def _go_through(self) -> None:
         """Gives the candidates their turns."""
         self.trials.watch.lap("recompute")
-        for candidate in self._turns():
+        for search, candidate in self._turns():
             before = self.best
-            self.open.remove(candidate)
-            self.open += candidate.take(turn_s(self.trials.deadline))
+            search.open.remove(candidate)
+            search.open += candidate.take(turn_s(self.trials.deadline))
             self.trials.watch.lap("recompute")
-            if isinstance(candidate, OfPlan) and candidate.on_mesh:
-                self.tried_elsewhere.add((candidate.plan.step_problem, candidate.shape))
-            self._learn()
+            if isinstance(candidate, OfPlan):
+                search.tried_elsewhere.add((candidate.plan.step_problem, candidate.shape))
+            search._learn()
             if self.best and self.best is not before:
-                self._meet_neighbours(self.best)
+                for one in self._searches:
+                    one._meet_neighbours(self.best)
 
-    def _turns(self) -> Iterator[Candidate]:
-        """The candidates in the order of their turns."""
+    def _turns(self) -> Iterator[tuple["Queue", Candidate]]:
+        """The candidates in the order of their turns, each with the search that it is a part of."""
         while not self.trials.deadline.is_over and (candidate := self._most_promising()):
             yield candidate
-        if self.best is None and self.open:
+        if self.best is None and any(one.open for one in self._searches):
             self.trials.go_on()
             self._is_extended = True
             yield from self._turns_besides()
 
-    def _turns_besides(self) -> Iterator[Candidate]:
+    def _turns_besides(self) -> Iterator[tuple["Queue", Candidate]]:
         """The candidates that have turns in the time besides. A variant, a mesh of it and a rewrite there have turns in any
         case."""
         for n in count():
@@ -163,12 +203,13 @@ class Queue:
                 return
             yield candidate
 
-    def _most_promising(self) -> Candidate | None:
-        """The candidate whose turn is next; None if none promises a better plan."""
+    def _most_promising(self) -> tuple["Queue", Candidate] | None:
+        """The candidate whose turn is next, with its search; None if none promises a better plan."""
+        every = [(search, one) for search in self._searches for one in search.open]
         if self.best is None:
-            return min(self.open, key=self._urgency, default=None)
-        promising = [one for one in self.open if one.estimate_s < self.trials.least_s]
-        return min(promising, key=lambda one: (_is_of_plan(one), one.estimate_s), default=None)
+            return min(every, key=lambda one: self._urgency(one[1]), default=None)
+        promising = [one for one in every if one[1].estimate_s < self.trials.least_s]
+        return min(promising, key=lambda one: (_rank(one[1]), one[1].estimate_s), default=None)
 
     def _urgency(self, candidate: Candidate) -> tuple[float, float]:
         """The key by which candidates are ordered if there is no plan, the next one first."""
@@ -178,11 +219,11 @@ class Queue:
     # --- the beginning
 
     def _begin(self) -> Baseline:
-        """Solves the step as it is written, and opens the queue with all that may be better."""
+        """Solves the undivided step, and opens the queue with all that may be better."""
         trials, before = self.trials, self.best
         step_problem = self._prepared(Variant(1))
         on_meshes = trials.on_all_meshes(step_problem)
-        first = trials.baseline(step_problem, on_meshes, self.options.limit_s)
+        first = trials.baseline(step_problem, on_meshes, trials.deadline.left_s)
         self.certificate = Certificate(trials, first)
         self.host_arguments.check_room(on_meshes)
         uncapped = [one for one in first.uncapped if one.cost_s < trials.least_s]
@@ -193,9 +234,27 @@ class Queue:
             self.misfits.append(Misfit(step_problem, on_meshes))
         else:
             self.open += self._meshes(Variant(1), first, before)
+        if self.form:
+            self.open.append(OfForm(self, self.form))
         if self.best and self.best is not before:
             self._meet_neighbours(self.best)
         return first
+
+    def begin_other(self, form: OtherForm) -> None:
+        """Begins the search for another form of the step, where it may have a better plan."""
+        trials, best = self.trials, self.best
+        other = trials.of_form(form.step, form.marks, trials.shapes)
+        if best:
+            uncapped_s, is_pinned = self.certificate.uncapped_s, bool(self.options.pins)
+
+            def written() -> CostedGraph:
+                return other.put_on(other.made_ready(form.step), best.on_mesh.shape).memory.costed
+
+            other.shapes = form.may_be_faster(best, uncapped_s, is_pinned, written)
+        if other.shapes:
+            trials.progress("attention in blocks" if form.is_in_blocks else "attention as it is written")
+            self.other = Queue(other)
+            self.other._begin()
 
     def _open_variants(self, fastest: UncappedSolution, on_meshes: Sequence[MeshProblem]) -> None:
         """Opens the variants besides the step as it is written, with estimates from its fastest strategies."""
@@ -282,7 +341,8 @@ class Queue:
             self.misfits.append(Misfit(step_problem, on_meshes))
             return None
         self.tried = f"Up to {num} microbatches were tried too." if num > 1 else self.tried
-        return step_problem, sorted(on_meshes, key=lambda one: self.certificate.first.floors_s[one.shape])
+        first_s = self.certificate.first.estimates_s
+        return step_problem, sorted(on_meshes, key=lambda one: first_s[one.shape])
 
     def _solved(self, variant: Variant, limit_s: float) -> Iterable[Candidate]:
         """Solves a variant without a cap, on the mesh where it promises to be fastest. Returns the meshes on which it may
@@ -356,8 +416,11 @@ class Queue:
     # --- the best plan on other meshes
 
     def _meet_neighbours(self, best: Found) -> None:
-        """Opens the neighbours of a new best plan, in place of those of the one before it."""
+        """Opens the neighbours of a new best plan, in place of those of the one before it. A plan in another form has none
+        here."""
         self.open = [one for one in self.open if not _is_of_plan(one)]
+        if not self.trials.owns(best):
+            return
         solved = next((one for one in self.solved if one.is_of(best.step_problem)), None)
         for shape in dict.fromkeys((best.on_mesh.shape, *self.trials.shapes, *self._finer_shapes(best))):
             if (best.step_problem, shape) not in self.tried_elsewhere:
@@ -403,6 +466,49 @@ def _untried(baseline: Baseline) -> Baseline:
     """A solved variant under a lower cap, to which none of its strategies may keep."""
     every = sorted((*baseline.uncapped, *_fitting(baseline)), key=lambda one: one.cost_s)
     return replace(baseline, uncapped=tuple(every), found=(), deferred=baseline.on_meshes)
+
+
+@dataclass(frozen=True, eq=False)
+class OfForm:
+    """Another form of the step, whose search is not begun.
+
+    Attributes:
+      search: the search for the first form.
+      form: the other one.
+    """
+
+    search: Queue
+    form: OtherForm
+    least_bytes: float = 0.0
+
+    @property
+    def estimate_s(self) -> float:
+        """Seconds without a cap, by those of the first form. If the form seems to be slower than the best plan, its turn
+        comes after all others: only a bound rules it out."""
+        return self._uncapped_s if self._seems_faster else math.nextafter(self.search.trials.least_s, 0.0)
+
+    @property
+    def _uncapped_s(self) -> float:
+        return min(self.search.certificate.first.estimates_s.values()) + self.form.more_s
+
+    @property
+    def _seems_faster(self) -> bool:
+        return self._uncapped_s < self.search.trials.least_s
+
+    @property
+    def rank(self) -> int:
+        """The place among the kinds of candidates."""
+        return 0 if self._seems_faster else 2
+
+    def take(self, limit_s: float) -> Iterable[Candidate]:
+        """Begins the search, whose candidates then join the queue."""
+        self.search.begin_other(self.form)
+        return ()
+
+
+def _rank(candidate: Candidate) -> int:
+    """Candidates of a lower rank have their turns first."""
+    return candidate.rank if isinstance(candidate, OfForm) else int(_is_of_plan(candidate))
 
 
 def _is_of_plan(candidate: Candidate) -> bool:

@@ -53,10 +53,6 @@ MAX_ENOUGH = 3
 SPARE = 0.1
 """Share of the cap that each of these choices saves beyond the one before it. Source: a choice of ours."""
 
-MAX_MESHES = 2
-"""Number of meshes of one baseline whose fastest strategies are looked for, though they do not fit. Source: a choice of
-ours."""
-
 ESTIMATE_GAP = 0.01
 """Relative error of the bound on sharding in an estimate. Source: a choice of ours; the estimate's other errors are
 larger."""

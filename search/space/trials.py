@@ -30,8 +30,8 @@ from autoshard.search.options import Options, Progress, candidate_shapes
 from autoshard.search.problem.reshard import Resharder
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, SearchClock
-from autoshard.search.space.found import Bounds, Found, Rival
-from autoshard.search.space.rewrites import MAX_MESHES, UncappedSolution
+from autoshard.search.space.found import Bounds, Found
+from autoshard.search.space.rewrites import UncappedSolution
 from autoshard.search.space.tried import Tried
 from autoshard.search.stopwatch import Stopwatch
 
@@ -73,6 +73,7 @@ class Baseline:
       deferred: meshes that were not tried under the cap, the most promising first.
       found: plans, each better than the one before it.
       floors_s: lower bounds on plans without a cap, by mesh.
+      estimates_s: estimated seconds of the fastest plan without a cap, by mesh.
     """
 
     step_problem: StepProblem
@@ -81,6 +82,20 @@ class Baseline:
     deferred: tuple[MeshProblem, ...]
     found: tuple[Found, ...]
     floors_s: Bounds
+    estimates_s: Bounds
+
+
+@dataclass(eq=False)
+class Race:
+    """The part that trials of a step in several forms share; mutable.
+
+    Attributes:
+      deadline: the end of the search. Without a plan the search goes on.
+      best: the best plan so far.
+    """
+
+    deadline: Deadline
+    best: Found | None = None
 
 
 class Trials:
@@ -94,14 +109,12 @@ class Trials:
       pins: the specs in which arguments must rest.
       progress: called with a line for each trial.
       watch: the time of each part of the search.
-      rival: a plan of the step in another form, which is the best plan in the beginning.
-      best: the best plan so far.
+      race: the best plan so far and the deadline, shared with the trials of other forms of the step.
       nearest: among solutions that do not fit, the one whose kernels need the least memory.
       shapes: the meshes to try.
       gains_s: estimated seconds by which recomputation makes a step faster.
       clock: the clock of all limits.
       tried: the candidates that were tried.
-      deadline: the end of the search. Without a plan the search goes on.
     """
 
     def __init__(
@@ -113,15 +126,12 @@ class Trials:
         progress: Progress,
         clock: SearchClock,
         watch: Stopwatch | None = None,
-        rival: Rival | None = None,
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress, self.pins = options, progress, options.pins or {}
         self.clock, self.watch = clock, watch or Stopwatch(step.trace_s)
-        self.deadline = Deadline.after(options.limit_s, clock)
-        self.rival = rival
-        self.shapes = rival.shapes if rival else candidate_shapes(cluster, options)
-        self.best: Found | None = rival.found if rival else None
+        self.race = Race(Deadline.after(options.limit_s, clock))
+        self.shapes = candidate_shapes(cluster, options)
         self.nearest: Found | None = None
         self._resharders: dict[tuple[int, ...], Resharder] = {}
         self.gains_s = WeakKeyDictionary[StepProblem, float]()
@@ -131,16 +141,38 @@ class Trials:
         self._nearest: dict[tuple[Step, frozenset[int]], Found] = {}
         self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
-    def under(self, options: Options, progress: Progress) -> "Trials":
+    def of_form(self, step: Step, marks: Sequence[str], shapes: tuple[tuple[int, ...], ...]) -> "Trials":
+        """The trials of the step in another form, on some meshes, for the same plan and in the same time."""
+        other = Trials(step, marks, self.cluster, self.options, self.progress, self.clock, self.watch)
+        other.race, other.shapes = self.race, shapes
+        return other
+
+    def under(self, options: Options, progress: Progress, race: Race | None = None) -> "Trials":
         """Trials under a lower cap, with the problems and bounds that are known. A bound under the higher cap holds under
-        the lower one."""
+        the lower one.
+
+        Args:
+          options: the lower cap.
+          progress: called with a line for each trial.
+          race: the race of another form's trials under that cap; a new one if there are none.
+        """
         lower = copy(self)
         lower.options, lower.progress, lower.watch = options, progress, Stopwatch(self.step.trace_s)
-        lower.deadline, lower.best, lower.rival = Deadline.after(options.limit_s, self.clock), None, None
+        lower.race = race or Race(Deadline.after(options.limit_s, self.clock))
         lower.tried, lower._nearest = Tried(), dict(self._nearest)
         lower._needed_bytes = WeakKeyDictionary(self._needed_bytes)
         lower._proven_s = WeakKeyDictionary({one: dict(bounds) for one, bounds in self._proven_s.items()})
         return lower
+
+    @property
+    def best(self) -> Found | None:
+        """The best plan so far."""
+        return self.race.best
+
+    @property
+    def deadline(self) -> Deadline:
+        """The end of the search."""
+        return self.race.deadline
 
     @property
     def cutoff_s(self) -> float:
@@ -159,14 +191,19 @@ class Trials:
 
     def go_on(self) -> None:
         """Gives the search as long again, from now on."""
-        self.deadline = Deadline.after(self.options.limit_s, self.clock)
+        self.race.deadline = Deadline.after(self.options.limit_s, self.clock)
+
+    def owns(self, found: Found) -> bool:
+        """True if a plan was found by these trials, and not by those of another form."""
+        return found.step_problem in self._proven_s
 
     def takes(self, found: Found) -> bool:
         """Keeps a plan if it is better than the best one; returns whether it is."""
         is_better = found.cost_s < self.cutoff_s
         self.tried.takes(found)
+        self._proven_s.setdefault(found.step_problem, {})
         if is_better:
-            self.best = found
+            self.race.best = found
         return is_better
 
     def _comes_near(self, found: Found) -> None:
@@ -205,7 +242,7 @@ class Trials:
         surely_fits_bytes = 0.0 if step_problem.has_transfers else SURE_SHARE * self.options.memory_bytes
         baseline = self._over(on_meshes, step_problem, time_limit_s, surely_fits_bytes)
         if self.best is not before and self.best and not self.best.fits:
-            self.best = before
+            self.race.best = before
             baseline = self._over(on_meshes, step_problem, time_limit_s, 0.0)
         self.watch.lap("solve")
         return baseline
@@ -218,9 +255,15 @@ class Trials:
         surely_fits_bytes: float,
     ) -> Baseline:
         """Tries a baseline mesh by mesh. Strategies below `surely_fits_bytes` are taken to fit."""
-        in_order, sure_bytes = self._most_promising_first(on_meshes), SURE_SHARE * self.options.memory_bytes
+        promised_s = {one.shape: one.promised_s(one.pinned(self.pins)) for one in on_meshes}
+        self.watch.lap("solve")
+        in_order, sure_bytes = (
+            _most_promising_first(on_meshes, promised_s),
+            SURE_SHARE * self.options.memory_bytes,
+        )
         deadline = Deadline.after(time_limit_s, self.clock)
         uncapped, floors_s = self._without_cap(in_order, step_problem, deadline)
+        estimates_s = _estimates_s(uncapped, floors_s, promised_s)
         found, memory_bound, tried = list[Found](), list[UncappedSolution](), set[MeshProblem]()
         for one in uncapped:
             is_memory_bound, before = not self._is_within(one), self.best
@@ -234,30 +277,31 @@ class Trials:
             memory_bound += [one] * is_memory_bound
             found += [self.best] if self.best and self.best is not before else []
         left = [one for one in on_meshes if one not in tried]
-        deferred = tuple(sorted(left, key=lambda one: floors_s[one.shape]))
-        return Baseline(step_problem, on_meshes, tuple(memory_bound), deferred, tuple(found), floors_s)
+        deferred = tuple(sorted(left, key=lambda one: estimates_s[one.shape]))
+        return Baseline(
+            step_problem, on_meshes, tuple(memory_bound), deferred, tuple(found), floors_s, estimates_s
+        )
 
     def _without_cap(
         self, on_meshes: Sequence[MeshProblem], step_problem: StepProblem, deadline: Deadline
     ) -> tuple[list[UncappedSolution], Bounds]:
         """Good strategies on each mesh without a cap, the fastest first, and a lower bound for every mesh.
 
-        Meshes are tried in the given order. A mesh has no solution here if it is slower than the best plan, than a solution
-        that keeps to the cap, or than `MAX_MESHES` other solutions.
+        Meshes are tried in the given order. A mesh has no solution here if it is slower than the best plan or than another
+        solution.
         """
         uncapped: list[UncappedSolution] = []
         floors_s: dict[tuple[int, ...], float] = {}
-        within_s, prefix = math.inf, progress_prefix(step_problem.traced)
+        prefix = progress_prefix(step_problem.traced)
         for i, on_mesh in enumerate(on_meshes):
-            shape, fastest = on_mesh.shape, sorted(one.cost_s for one in uncapped)
+            shape = on_mesh.shape
             self.progress(f"{prefix}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
-            cutoff_s = min(self._cutoff_on(on_mesh), within_s, *fastest[MAX_MESHES - 1 :])
+            cutoff_s = min((self._cutoff_on(on_mesh), *(one.cost_s for one in uncapped)))
             try:
                 kept, share_s = on_mesh.pinned(self.pins), UNCAPPED_SHARE * deadline.left_s
                 solution = on_mesh.solve(kept, NO_CAP, share_s, cutoff_s)
                 uncapped.append(UncappedSolution(on_mesh, solution.labels, solution.cost_s))
                 floors_s[shape] = solution.bound_s
-                within_s = min(within_s, solution.cost_s) if self._is_within(uncapped[-1]) else within_s
             except NoFitError as e:
                 floors_s[shape] = e.bound_s
             self._prove(step_problem, shape, floors_s[shape])
@@ -266,20 +310,6 @@ class Trials:
     def _is_within(self, uncapped: UncappedSolution) -> bool:
         """True if strategies keep to the cap in program order."""
         return uncapped.on_mesh.memory.peak(uncapped.labels).num_bytes <= self.options.memory_bytes
-
-    def _most_promising_first(self, on_meshes: Sequence[MeshProblem]) -> list[MeshProblem]:
-        """Orders meshes so that good solutions come early and cut off later meshes. Of equally promising meshes, the
-        simplest comes first."""
-        if len(on_meshes) == 1:
-            return list(on_meshes)
-        left = {one: one.promised_s(one.pinned(self.pins)) for one in on_meshes}
-        self.watch.lap("solve")
-        order: list[MeshProblem] = []
-        while left:
-            most = (1 + ALIKE) * min(left.values())
-            order.append(next(one for one, promised_s in left.items() if promised_s <= most))
-            del left[order[-1]]
-        return order
 
     def under_cap(self, step_problem: StepProblem, on_meshes: Iterable[MeshProblem]) -> None:
         """Looks for plans under the cap on some meshes."""
@@ -405,6 +435,34 @@ class Trials:
         proven_s = self._proven_s.setdefault(step_problem, {})
         proven_s[shape] = max(bound_s, proven_s.get(shape, -math.inf))
         self.tried.proves(step_problem, shape, bound_s)
+
+
+def _most_promising_first(on_meshes: Sequence[MeshProblem], promised_s: Bounds) -> list[MeshProblem]:
+    """Orders meshes so that good solutions come early and cut off later meshes. Of equally promising meshes, the simplest
+    comes first."""
+    left, order = list(on_meshes), list[MeshProblem]()
+    while left:
+        most = (1 + ALIKE) * min(promised_s[one.shape] for one in left)
+        order.append(next(one for one in left if promised_s[one.shape] <= most))
+        left.remove(order[-1])
+    return order
+
+
+def _estimates_s(uncapped: Sequence[UncappedSolution], floors_s: Bounds, promised_s: Bounds) -> Bounds:
+    """Estimated seconds of the fastest plan without a cap, by mesh. A mesh without a solution is taken to be as much slower
+    than the one with the fastest solution as its first bound is higher.
+
+    Args:
+      uncapped: solutions on some meshes, the fastest first.
+      floors_s: lower bounds on plans, by mesh.
+      promised_s: first bounds, found with equal effort on all meshes.
+    """
+    estimates_s = dict(floors_s)
+    if uncapped:
+        fastest = uncapped[0]
+        times = fastest.cost_s / promised_s[fastest.on_mesh.shape]
+        estimates_s = {shape: max(floors_s[shape], times * s) for shape, s in promised_s.items()}
+    return estimates_s | {one.on_mesh.shape: one.cost_s for one in uncapped}
 
 
 def turn_s(deadline: Deadline) -> float:

@@ -101,3 +101,13 @@ def test_both_forms_are_searched_in_the_time_of_one_and_a_quarter():
     step, clock = layer(4, 8192, 8), WorkClock()
     find(step, parse_cluster("8xA100-80GB"), Options(PLENTY, clock=clock))
     assert 0 < clock.now_s <= LATEST * DEFAULT_TIME_LIMIT_S
+
+
+@pytest.mark.parametrize("length", [2048, 8192])
+def test_under_a_cap_no_form_alone_has_a_faster_plan(length):
+    """Scores are most of the memory; to keep to the cap, the step as it is written has to recompute them."""
+    cluster, step = parse_cluster("4xA100-80GB"), layer(4, length, 8, 2, "causal", "bfloat16")
+    cap_bytes = find_as_written(step, cluster, Options(PLENTY)).plan.estimates.peak_bytes // 2
+    forms = (find_as_written(one, cluster, Options(cap_bytes)) for one in (step, blockwise(step)))
+    least_s = min(form.found.cost_s for form in forms)
+    assert find(step, cluster, Options(cap_bytes)).found.cost_s <= least_s / (1 - RELATIVE_GAP)
