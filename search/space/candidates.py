@@ -10,7 +10,7 @@ saves most has a turn in any case.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,9 +26,16 @@ from autoshard.search.solver.cap_curve import CapCurve
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.space.certificate import Certificate
 from autoshard.search.space.found import Found
-from autoshard.search.space.rewrites import ESTIMATE_GAP, Estimates, Rewrite, UncappedSolution, without_cap
+from autoshard.search.space.rewrites import (
+    ESTIMATE_GAP,
+    SHARES,
+    Estimates,
+    Rewrite,
+    UncappedSolution,
+    without_cap,
+)
 from autoshard.search.space.trials import Baseline, Trials, progress_prefix
-from autoshard.search.space.variants import MISSES_BY, Variant, Variants
+from autoshard.search.space.variants import MISSES_BY, Saving, Variant, Variants
 from autoshard.search.space.warm_starts import for_finer_mesh, for_rewritten_step
 
 LOOPS_MARGIN = 0.03
@@ -110,6 +117,7 @@ class SolvedVariant:
       fastest: its fastest uncapped solution.
       others: the meshes on which it was not solved.
       rewrites: its rewrites, on all meshes that were estimated.
+      shardings: bytes that other strategies save, and seconds that they cost at least.
       is_estimated: whether rewrites were estimated on some mesh.
       enough_bytes: bytes that a rewrite should save beyond those that are missing.
       has_missed: whether other variants know that it has no better plan.
@@ -126,6 +134,7 @@ class SolvedVariant:
     fastest: UncappedSolution
     others: tuple[MeshProblem, ...] = ()
     rewrites: list["OfRewrite"] = field(default_factory=list)
+    shardings: list[Saving] = field(default_factory=list[Saving])
     is_estimated: bool = False
     enough_bytes: float = -math.inf
     has_missed: bool = False
@@ -261,14 +270,14 @@ class OnMesh:
         deadline = Deadline.after(limit_s, trials.clock)
         if self.uncapped is None:
             known = self.solved.known(on_mesh)
-            found, _ = without_cap([on_mesh], trials.pins, trials.least_s, deadline, known)
-            self.uncapped = next(iter(found), None)
+            self.uncapped = without_cap(on_mesh, trials.pins, trials.least_s, limit_s, known)
             return [self] if self.uncapped else []
         options = trials.options
         is_new = on_mesh in baseline.deferred or on_mesh not in baseline.on_meshes
         if self.capped_s is None and is_new:
             cap_bytes, curve = options.memory_bytes, self._curve
             curve.refine(cap_bytes, deadline)
+            self.solved.shardings += self._shardings(deadline)
             bound_s = max(self.uncapped.cost_s, curve.at(cap_bytes))
             self.capped_s = math.inf if curve.is_far(cap_bytes) else bound_s
             self.missing_bytes = self.uncapped.peak_bytes - cap_bytes
@@ -282,6 +291,16 @@ class OnMesh:
         self.missing_bytes, self.solved.is_estimated = estimates.missing_bytes, True
         self.solved.rewrites += rewrites
         return rewrites
+
+    def _shardings(self, deadline: Deadline) -> Iterator[Saving]:
+        """Savings by other strategies than the fastest ones, down to the least memory without a rewrite."""
+        assert self.uncapped is not None, "it was solved"
+        curve, peak_bytes, cost_s = self._curve, self.uncapped.peak_bytes, self.uncapped.cost_s
+        most_bytes = max(0.0, peak_bytes - curve.least_bytes)
+        curve.refine(peak_bytes - most_bytes / 2, deadline)
+        for share in SHARES:
+            saved_bytes = share * most_bytes
+            yield Saving(saved_bytes, max(0.0, curve.at(peak_bytes - saved_bytes) - cost_s))
 
     @cached_property
     def _curve(self) -> CapCurve:

@@ -17,6 +17,7 @@ the uncapped baseline is too slow needs no estimate.
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -133,25 +134,13 @@ class Rewrite:
 
 
 def without_cap(
-    tried: Sequence[MeshProblem],
-    pins: Mapping[str, Any],
-    cutoff_s: float,
-    deadline: Deadline,
-    known: Known = UNKNOWN,
-) -> tuple[list[UncappedSolution], dict[tuple[int, ...], float]]:
-    """The best strategies on each mesh that are faster than the cutoff, the fastest first, and a lower bound for every
-    mesh."""
-    found: list[UncappedSolution] = []
-    bounds_s: dict[tuple[int, ...], float] = {}
-    for i, on_mesh in enumerate(tried):
-        share_s = deadline.left_s / (len(tried) - i)
-        try:
-            solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, share_s, cutoff_s, known=known)
-            found.append(UncappedSolution(on_mesh, solution.labels, solution.cost_s))
-            bounds_s[on_mesh.shape] = solution.bound_s
-        except NoFitError as e:
-            bounds_s[on_mesh.shape] = e.bound_s
-    return sorted(found, key=lambda uncapped: uncapped.cost_s), bounds_s
+    on_mesh: MeshProblem, pins: Mapping[str, Any], cutoff_s: float, limit_s: float, known: Known = UNKNOWN
+) -> UncappedSolution | None:
+    """The fastest strategies on a mesh, found in so many seconds; None if they are no faster than the cutoff."""
+    with suppress(NoFitError):
+        solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, limit_s, cutoff_s, known=known)
+        return UncappedSolution(on_mesh, solution.labels, solution.cost_s)
+    return None
 
 
 class Estimates:

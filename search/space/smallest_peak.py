@@ -82,16 +82,16 @@ def _smallest_step(trials: Trials, first: Baseline, misfits: Sequence[Misfit]) -
     misfit = min(misfits, key=lambda one: min(map(least_bytes, one.on_meshes)))
     on_mesh, baseline = min(misfit.on_meshes, key=least_bytes), misfit.step_problem
     deadline = Deadline.after(ESTIMATE_S, trials.clock)
-    uncapped, _ = without_cap([on_mesh], trials.pins, math.inf, deadline)
+    uncapped = without_cap(on_mesh, trials.pins, math.inf, ESTIMATE_S)
+    if uncapped is None or not trials.options.may_recompute:
+        return baseline
     limit_bytes = trials.options.memory_bytes
     curve = on_mesh.cap_curve(on_mesh.pinned(trials.pins), ESTIMATE_GAP)
-    estimates = (Estimates(baseline, one, trials.pins, limit_bytes, curve, deadline) for one in uncapped)
-    rewrites = (
-        [one for each in estimates for one in each.recomputing()] if trials.options.may_recompute else []
-    )
-    if not rewrites:
+    rewrites = Estimates(baseline, uncapped, trials.pins, limit_bytes, curve, deadline).recomputing()
+    most = max(rewrites, key=lambda rewrite: rewrite.saved_bytes, default=None)
+    if most is None:
         return baseline
-    most = max(rewrites, key=lambda rewrite: rewrite.saved_bytes).of_traced(baseline)
+    most = most.of_traced(baseline)
     return trials.recomputing(baseline, most.sites, frozenset())
 
 
