@@ -35,7 +35,7 @@ from autoshard.search.space.rewrites import (
     without_cap,
 )
 from autoshard.search.space.trials import Baseline, Trials, progress_prefix
-from autoshard.search.space.variants import MISSES_BY, Saving, Variant, Variants
+from autoshard.search.space.variants import MISSES_BY, Variant, Variants
 from autoshard.search.space.warm_starts import for_finer_mesh, for_rewritten_step
 
 LOOPS_MARGIN = 0.03
@@ -117,7 +117,7 @@ class SolvedVariant:
       fastest: its fastest uncapped solution.
       others: the meshes on which it was not solved.
       rewrites: its rewrites, on all meshes that were estimated.
-      shardings: bytes that other strategies save, and seconds that they cost at least.
+      capped: for some limits, lower bounds on the seconds of strategies that keep to them without a rewrite.
       is_estimated: whether rewrites were estimated on some mesh.
       enough_bytes: bytes that a rewrite should save beyond those that are missing.
       has_missed: whether other variants know that it has no better plan.
@@ -134,7 +134,7 @@ class SolvedVariant:
     fastest: UncappedSolution
     others: tuple[MeshProblem, ...] = ()
     rewrites: list["OfRewrite"] = field(default_factory=list)
-    shardings: list[Saving] = field(default_factory=list[Saving])
+    capped: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     is_estimated: bool = False
     enough_bytes: float = -math.inf
     has_missed: bool = False
@@ -277,7 +277,7 @@ class OnMesh:
         if self.capped_s is None and is_new:
             cap_bytes, curve = options.memory_bytes, self._curve
             curve.refine(cap_bytes, deadline)
-            self.solved.shardings += self._shardings(deadline)
+            self.solved.capped += self._capped(deadline)
             bound_s = max(self.uncapped.cost_s, curve.at(cap_bytes))
             self.capped_s = math.inf if curve.is_far(cap_bytes) else bound_s
             self.missing_bytes = self.uncapped.peak_bytes - cap_bytes
@@ -292,15 +292,14 @@ class OnMesh:
         self.solved.rewrites += rewrites
         return rewrites
 
-    def _shardings(self, deadline: Deadline) -> Iterator[Saving]:
-        """Savings by other strategies than the fastest ones, down to the least memory without a rewrite."""
+    def _capped(self, deadline: Deadline) -> Iterator[tuple[float, float]]:
+        """Limits between the least memory without a rewrite and that of the fastest strategies, with bounds."""
         assert self.uncapped is not None, "it was solved"
-        curve, peak_bytes, cost_s = self._curve, self.uncapped.peak_bytes, self.uncapped.cost_s
-        most_bytes = max(0.0, peak_bytes - curve.least_bytes)
-        curve.refine(peak_bytes - most_bytes / 2, deadline)
+        curve, peak_bytes = self._curve, self.uncapped.peak_bytes
+        curve.refine((curve.least_bytes + peak_bytes) / 2, deadline)
         for share in SHARES:
-            saved_bytes = share * most_bytes
-            yield Saving(saved_bytes, max(0.0, curve.at(peak_bytes - saved_bytes) - cost_s))
+            limit_bytes = share * curve.least_bytes + (1 - share) * peak_bytes
+            yield limit_bytes, max(self.uncapped.cost_s, curve.at(limit_bytes))
 
     @cached_property
     def _curve(self) -> CapCurve:

@@ -399,7 +399,7 @@ class Queue:
             if solved.variant == Variant(1):
                 again = (one.rewrite for one in solved.rewrites if not one.rewrite.offloads)
                 savings = [Saving(one.saved_bytes, one.more_s) for one in again if one.sites]
-                self.variants.savings = [*savings, *solved.shardings] or self.variants.savings
+                self.variants.knows(savings, solved.capped)
             if not solved.has_missed and not any(self._may_improve(one, solved) for one in self.open):
                 solved.has_missed = True
                 if self.best is solved.before:

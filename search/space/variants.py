@@ -87,7 +87,8 @@ class Variants:
       held_bytes: all other memory there.
       argument_bytes: memory of arguments there that may rest on the host, by kind, split over all devices.
       fetched_bytes: memory on the device for the copies of hosted arguments, by kind.
-      savings: possible recomputation.
+      savings: possible recomputation, and savings by other strategies.
+      savable_bytes: the most bytes that these save.
       added_s: seconds that each microbatch of few added, by kinds in host memory.
       excess: needed memory of activations over its estimate.
       undivided_bytes: memory besides the arguments that microbatches do not divide.
@@ -103,6 +104,7 @@ class Variants:
     argument_bytes: Mapping[str, float]
     fetched_bytes: Mapping[str, float]
     savings: Sequence[Saving] = ()
+    savable_bytes: float = 0.0
     added_s: dict[tuple[str, ...], float] = field(default_factory=dict)
     excess: float = 1.0
     undivided_bytes: float = 0.0
@@ -151,8 +153,21 @@ class Variants:
         Args:
           working_bytes: lower bound on the memory besides the arguments.
         """
-        saved_bytes = max(0.0, self.batch_bytes - working_bytes)
-        self.savings = [Saving(saved_bytes, FORWARD_SHARE * self.undivided_s)]
+        self.savable_bytes = max(0.0, self.batch_bytes - working_bytes)
+        self.savings = [Saving(self.savable_bytes, FORWARD_SHARE * self.undivided_s)]
+
+    def knows(self, savings: Sequence[Saving], capped: Sequence[tuple[float, float]]) -> None:
+        """Takes note of savings in the undivided step.
+
+        Args:
+          savings: by recomputation.
+          capped: limits, and seconds of strategies that keep to them.
+        """
+        all_bytes = self.held_bytes + self.batch_bytes
+        found = [*savings, *(Saving(all_bytes - limit, s - self.undivided_s) for limit, s in capped)]
+        self.savings = [
+            Saving(min(one.num_bytes, self.savable_bytes), max(0.0, one.seconds)) for one in found
+        ] or self.savings
 
     def missed(self, variant: Variant, nearest: Found | None) -> None:
         """Notes that nothing fitted, and the strategies that came nearest, if any were found."""
