@@ -26,6 +26,7 @@ from autoshard.search.solver.cap_curve import CapCurve
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.space.certificate import Certificate
 from autoshard.search.space.found import Found
+from autoshard.search.space.long_sequences import OtherForm
 from autoshard.search.space.rewrites import (
     ESTIMATE_GAP,
     SHARES,
@@ -101,6 +102,44 @@ class OfVariant:
             self.look(self.variant)
             return [self] if self.variants.knows_added else []
         return self.open(self.variant, limit_s)
+
+
+@dataclass(frozen=True, eq=False)
+class OfForm:
+    """Another form of the step, whose search is not begun.
+
+    Attributes:
+      trials: the trials of the first form.
+      first: the undivided step in the first form, solved without a cap.
+      form: the other form.
+      begin: begins the search for it.
+    """
+
+    trials: Trials
+    first: Baseline
+    form: OtherForm
+    begin: Callable[[OtherForm], None]
+    least_bytes: float = 0.0
+
+    @property
+    def estimate_s(self) -> float:
+        """Seconds without a cap, by those of the first form. If the form seems to be slower than the best plan, its turn
+        comes after all others: only a bound rules it out."""
+        return self._uncapped_s if self.seems_faster else math.nextafter(self.trials.least_s, 0.0)
+
+    @property
+    def seems_faster(self) -> bool:
+        """Whether the estimate is below the best plan's time."""
+        return self._uncapped_s < self.trials.least_s
+
+    @property
+    def _uncapped_s(self) -> float:
+        return min(self.first.estimates_s.values()) + self.form.more_s
+
+    def take(self, limit_s: float) -> Iterable[Candidate]:
+        """Begins the search, whose candidates then join the queue."""
+        self.begin(self.form)
+        return ()
 
 
 @dataclass(eq=False)

@@ -19,9 +19,8 @@ it has as long again, and then the candidate with the least memory comes first.
 If the compiler finds that a plan needs more than it may, the search goes on under a lower cap (`Queue.under`).
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 from autoshard.cost_model.errors import InfeasibleError, first_line
@@ -36,6 +35,7 @@ from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
 from autoshard.search.space.candidates import (
     Candidate,
+    OfForm,
     OfPlan,
     OfRewrite,
     OfVariant,
@@ -162,7 +162,7 @@ class Queue:
         for solved in self.solved:
             lower.open += lower._meshes(solved.variant, _untried(solved.baseline), None, solved.others)
         if self.form and not self.other:
-            lower.open.append(OfForm(lower, self.form))
+            lower.open.append(OfForm(trials, first, self.form, lower._begin_other))
         if best := self.best:
             lower.floor_s = best.cost_s
         if best and self.trials.owns(best):
@@ -235,12 +235,12 @@ class Queue:
         else:
             self.open += self._meshes(Variant(1), first, before)
         if self.form:
-            self.open.append(OfForm(self, self.form))
+            self.open.append(OfForm(trials, first, self.form, self._begin_other))
         if self.best and self.best is not before:
             self._meet_neighbours(self.best)
         return first
 
-    def begin_other(self, form: OtherForm) -> None:
+    def _begin_other(self, form: OtherForm) -> None:
         """Begins the search for another form of the step, where it may have a better plan."""
         trials, best = self.trials, self.best
         other = trials.of_form(form.step, form.marks, trials.shapes)
@@ -262,9 +262,9 @@ class Queue:
         least_bytes = min(working_bytes(*one) for one in pinned)
         shard_bytes = {kind: self.host_arguments.shard_bytes(role) for kind, role in OFFLOADED.items()}
         every = [*self._all_variants(least_bytes)]
-        self.variants = variants = Variants.of(fastest, self.options.memory_bytes, shard_bytes)
+        self.variants = variants = Variants.of(fastest, self.options.memory_bytes, shard_bytes, least_bytes)
         if self.options.may_recompute:
-            variants.assume_recomputation(least_bytes)
+            variants.assume_recomputation()
         self.open += [OfVariant(variants, one, self._look, self._solved) for one in every]
 
     def _all_variants(self, least_bytes: float) -> Iterator[Variant]:
@@ -468,47 +468,11 @@ def _untried(baseline: Baseline) -> Baseline:
     return replace(baseline, uncapped=tuple(every), found=(), deferred=baseline.on_meshes)
 
 
-@dataclass(frozen=True, eq=False)
-class OfForm:
-    """Another form of the step, whose search is not begun.
-
-    Attributes:
-      search: the search for the first form.
-      form: the other one.
-    """
-
-    search: Queue
-    form: OtherForm
-    least_bytes: float = 0.0
-
-    @property
-    def estimate_s(self) -> float:
-        """Seconds without a cap, by those of the first form. If the form seems to be slower than the best plan, its turn
-        comes after all others: only a bound rules it out."""
-        return self._uncapped_s if self._seems_faster else math.nextafter(self.search.trials.least_s, 0.0)
-
-    @property
-    def _uncapped_s(self) -> float:
-        return min(self.search.certificate.first.estimates_s.values()) + self.form.more_s
-
-    @property
-    def _seems_faster(self) -> bool:
-        return self._uncapped_s < self.search.trials.least_s
-
-    @property
-    def rank(self) -> int:
-        """The place among the kinds of candidates."""
-        return 0 if self._seems_faster else 2
-
-    def take(self, limit_s: float) -> Iterable[Candidate]:
-        """Begins the search, whose candidates then join the queue."""
-        self.search.begin_other(self.form)
-        return ()
-
-
 def _rank(candidate: Candidate) -> int:
     """Candidates of a lower rank have their turns first."""
-    return candidate.rank if isinstance(candidate, OfForm) else int(_is_of_plan(candidate))
+    if isinstance(candidate, OfForm):
+        return 0 if candidate.seems_faster else 2
+    return 1 if _is_of_plan(candidate) else 0
 
 
 def _is_of_plan(candidate: Candidate) -> bool:

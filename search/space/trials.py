@@ -91,10 +91,12 @@ class Race:
 
     Attributes:
       deadline: the end of the search. Without a plan the search goes on.
+      watch: the time of each part of the search.
       best: the best plan so far.
     """
 
     deadline: Deadline
+    watch: Stopwatch
     best: Found | None = None
 
 
@@ -108,8 +110,7 @@ class Trials:
       options: the options of the search.
       pins: the specs in which arguments must rest.
       progress: called with a line for each trial.
-      watch: the time of each part of the search.
-      race: the best plan so far and the deadline, shared with the trials of other forms of the step.
+      race: the best plan so far and the clocks, shared with the trials of other forms of the step.
       nearest: among solutions that do not fit, the one whose kernels need the least memory.
       shapes: the meshes to try.
       gains_s: estimated seconds by which recomputation makes a step faster.
@@ -129,8 +130,8 @@ class Trials:
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress, self.pins = options, progress, options.pins or {}
-        self.clock, self.watch = clock, watch or Stopwatch(step.trace_s)
-        self.race = Race(Deadline.after(options.limit_s, clock))
+        self.clock = clock
+        self.race = Race(Deadline.after(options.limit_s, clock), watch or Stopwatch(step.trace_s))
         self.shapes = candidate_shapes(cluster, options)
         self.nearest: Found | None = None
         self._resharders: dict[tuple[int, ...], Resharder] = {}
@@ -143,7 +144,7 @@ class Trials:
 
     def of_form(self, step: Step, marks: Sequence[str], shapes: tuple[tuple[int, ...], ...]) -> "Trials":
         """The trials of the step in another form, on some meshes, for the same plan and in the same time."""
-        other = Trials(step, marks, self.cluster, self.options, self.progress, self.clock, self.watch)
+        other = Trials(step, marks, self.cluster, self.options, self.progress, self.clock)
         other.race, other.shapes = self.race, shapes
         return other
 
@@ -157,8 +158,9 @@ class Trials:
           race: the race of another form's trials under that cap; a new one if there are none.
         """
         lower = copy(self)
-        lower.options, lower.progress, lower.watch = options, progress, Stopwatch(self.step.trace_s)
-        lower.race = race or Race(Deadline.after(options.limit_s, self.clock))
+        lower.options, lower.progress = options, progress
+        deadline = Deadline.after(options.limit_s, self.clock)
+        lower.race = race or Race(deadline, Stopwatch(self.step.trace_s))
         lower.tried, lower._nearest = Tried(), dict(self._nearest)
         lower._needed_bytes = WeakKeyDictionary(self._needed_bytes)
         lower._proven_s = WeakKeyDictionary({one: dict(bounds) for one, bounds in self._proven_s.items()})
@@ -173,6 +175,11 @@ class Trials:
     def deadline(self) -> Deadline:
         """The end of the search."""
         return self.race.deadline
+
+    @property
+    def watch(self) -> Stopwatch:
+        """The time of each part of the search."""
+        return self.race.watch
 
     @property
     def cutoff_s(self) -> float:

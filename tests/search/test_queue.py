@@ -13,7 +13,15 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.solver.clock import WorkClock
-from autoshard.search.space.candidates import AGAIN, OfPlan, OfRewrite, OfVariant, OnMesh, SolvedVariant
+from autoshard.search.space.candidates import (
+    AGAIN,
+    OfForm,
+    OfPlan,
+    OfRewrite,
+    OfVariant,
+    OnMesh,
+    SolvedVariant,
+)
 from autoshard.search.space.certificate import Certificate
 from autoshard.search.space.queue import Queue
 from autoshard.search.space.rewrites import Rewrite, UncappedSolution
@@ -329,6 +337,25 @@ def test_neighbours_come_after_all_others_that_promise_a_better_plan():
     assert search._most_promising() == (search, search.open[1])
     search.open.pop()
     assert search._most_promising() == (search, neighbour)
+
+
+@pytest.mark.parametrize(("more_s", "is_last"), [(0.2, False), (0.5, True)])
+def test_another_form_has_a_turn_by_its_estimate_or_after_all_others_that_promise_a_better_plan(
+    more_s, is_last
+):
+    search, taken, begun = queue(), [], []
+    first = solved(search, {(8, 8): 0.5, (64,): 0.7}).baseline
+    form = OfForm(search.trials, first, SimpleNamespace(more_s=more_s), begun.append)
+    assert form.estimate_s == pytest.approx(0.5 + more_s)
+    search.trials.race.best = plan(1.0)
+    assert form.estimate_s < search.trials.least_s
+    other = Fake(search, taken, "other", 0.9)
+    search.open = [form, other]
+    assert search._most_promising() == (search, other if is_last else form)
+    search.open.remove(other)
+    assert search._most_promising() == (search, form)
+    assert not form.take(1.0)
+    assert begun == [form.form]
 
 
 def test_a_plan_on_another_mesh_is_expected_halfway_between_its_time_and_its_bound():
