@@ -675,8 +675,8 @@ type _Simulated = Round[tuple[branch_and_bound.Solution, Prediction | None]]
 def _under_cap(
     solve: Callable[[float, Known], _Simulated], limit_bytes: int, deadline: Deadline, known: Known
 ) -> _Simulated:
-    """The solution under the cap itself, with a lower bound. It gets a share of the time, more shares until there is one,
-    and the rest if it fits.
+    """The solution under the cap itself, with a lower bound. It gets a share of the time, and the rest if it fits or if no
+    row of memory was in its way.
 
     Args:
       solve: the best solution in so many seconds, from a warm start and a bound.
@@ -687,15 +687,13 @@ def _under_cap(
     Raises:
       NoFitError: no strategies were found.
     """
-    share_s, first = max(FIRST_SHARE * deadline.left_s, LEAST_ROUND_S), None
-    while first is None:
-        early = Deadline.after(share_s, deadline.clock)
-        try:
-            first = solve(share_s, known)
-        except NoFitError as e:
-            if deadline.is_over or not early.is_over:
-                raise
-            known = replace(known, bound_s=max(e.bound_s, known.bound_s))
+    early = deadline.share(FIRST_SHARE)
+    try:
+        first = solve(max(early.left_s, LEAST_ROUND_S), known)
+    except NoFitError as e:
+        if e.num_rows or not early.is_over:
+            raise
+        return solve(deadline.left_s, replace(known, bound_s=max(e.bound_s, known.bound_s)))
     solution, found = first.proposal
     if first.needed_bytes > limit_bytes or not early.is_over:
         return first

@@ -10,7 +10,7 @@ saves most has a turn in any case.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +29,6 @@ from autoshard.search.space.found import Found
 from autoshard.search.space.long_sequences import OtherForm
 from autoshard.search.space.rewrites import (
     ESTIMATE_GAP,
-    SHARES,
     Estimates,
     Rewrite,
     UncappedSolution,
@@ -156,7 +155,6 @@ class SolvedVariant:
       fastest: its fastest uncapped solution.
       others: the meshes on which it was not solved.
       rewrites: its rewrites, on all meshes that were estimated.
-      capped: for some limits, lower bounds on the seconds of strategies that keep to them without a rewrite.
       is_estimated: whether rewrites were estimated on some mesh.
       enough_bytes: bytes that a rewrite should save beyond those that are missing.
       has_missed: whether other variants know that it has no better plan.
@@ -173,7 +171,6 @@ class SolvedVariant:
     fastest: UncappedSolution
     others: tuple[MeshProblem, ...] = ()
     rewrites: list["OfRewrite"] = field(default_factory=list)
-    capped: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     is_estimated: bool = False
     enough_bytes: float = -math.inf
     has_missed: bool = False
@@ -316,7 +313,6 @@ class OnMesh:
         if self.capped_s is None and is_new:
             cap_bytes, curve = options.memory_bytes, self._curve
             curve.refine(cap_bytes, deadline)
-            self.solved.capped += self._capped(deadline)
             bound_s = max(self.uncapped.cost_s, curve.at(cap_bytes))
             self.capped_s = math.inf if curve.is_far(cap_bytes) else bound_s
             self.missing_bytes = self.uncapped.peak_bytes - cap_bytes
@@ -330,15 +326,6 @@ class OnMesh:
         self.missing_bytes, self.solved.is_estimated = estimates.missing_bytes, True
         self.solved.rewrites += rewrites
         return rewrites
-
-    def _capped(self, deadline: Deadline) -> Iterator[tuple[float, float]]:
-        """Limits between the least memory without a rewrite and that of the fastest strategies, with bounds."""
-        assert self.uncapped is not None, "it was solved"
-        curve, peak_bytes = self._curve, self.uncapped.peak_bytes
-        curve.refine((curve.least_bytes + peak_bytes) / 2, deadline)
-        for share in SHARES:
-            limit_bytes = share * curve.least_bytes + (1 - share) * peak_bytes
-            yield limit_bytes, max(self.uncapped.cost_s, curve.at(limit_bytes))
 
     @cached_property
     def _curve(self) -> CapCurve:

@@ -14,7 +14,7 @@ its variants join the queue.
 
 The candidate with the least estimated time has the next turn (`search.space.candidates`). If no estimate is below the best
 plan, its step has turns on other meshes. The queue ends if those promise nothing either, or if time is over. Without a plan
-it has as long again, and then the candidate with the least memory comes first.
+it has as long again for each form of the step, and then the candidate with the least memory comes first.
 
 If the compiler finds that a plan needs more than it may, the search goes on under a lower cap (`Queue.under`).
 """
@@ -190,7 +190,7 @@ class Queue:
         while not self.trials.deadline.is_over and (candidate := self._most_promising()):
             yield candidate
         if self.best is None and any(one.open for one in self._searches):
-            self.trials.go_on()
+            self.trials.go_on(len(self._searches))
             self._is_extended = True
             yield from self._turns_besides()
 
@@ -262,9 +262,9 @@ class Queue:
         least_bytes = min(working_bytes(*one) for one in pinned)
         shard_bytes = {kind: self.host_arguments.shard_bytes(role) for kind, role in OFFLOADED.items()}
         every = [*self._all_variants(least_bytes)]
-        self.variants = variants = Variants.of(fastest, self.options.memory_bytes, shard_bytes, least_bytes)
+        self.variants = variants = Variants.of(fastest, self.options.memory_bytes, shard_bytes)
         if self.options.may_recompute:
-            variants.assume_recomputation()
+            variants.assume_recomputation(least_bytes)
         self.open += [OfVariant(variants, one, self._look, self._solved) for one in every]
 
     def _all_variants(self, least_bytes: float) -> Iterator[Variant]:
@@ -399,7 +399,7 @@ class Queue:
             if solved.variant == Variant(1):
                 again = (one.rewrite for one in solved.rewrites if not one.rewrite.offloads)
                 savings = [Saving(one.saved_bytes, one.more_s) for one in again if one.sites]
-                self.variants.knows(savings, solved.capped)
+                self.variants.savings = savings or self.variants.savings
             if not solved.has_missed and not any(self._may_improve(one, solved) for one in self.open):
                 solved.has_missed = True
                 if self.best is solved.before:

@@ -196,9 +196,9 @@ class Trials:
         """True if the user allows that residuals are offloaded, and the host has memory for them."""
         return self.options.may_offload_residuals and self.cluster.host_bytes_per_node > 0
 
-    def go_on(self) -> None:
-        """Gives the search as long again, from now on."""
-        self.race.deadline = Deadline.after(self.options.limit_s, self.clock)
+    def go_on(self, times: int) -> None:
+        """Gives the search so many times as long again, from now on."""
+        self.race.deadline = Deadline.after(times * self.options.limit_s, self.clock)
 
     def owns(self, found: Found) -> bool:
         """True if a plan was found by these trials, and not by those of another form."""

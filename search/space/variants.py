@@ -6,11 +6,11 @@ own, with its own shardings and its own recomputation, so to search one takes se
 uncapped strategies of the undivided step:
 
     memory   = arguments on the device + undivided temporaries + activations / microbatches
-    seconds  = the uncapped step + those that microbatches add + visible copies + those of savings
+    seconds  = the uncapped step + those that microbatches add + visible copies + recomputation
 
-Recomputation or other strategies must save the memory beyond the cap. Their seconds are those of the cheapest saving in the
-undivided step that is large enough, or of a part of it. A variant for which no saving is large enough has no estimate; those
-that need less memory come first.
+Recomputation must save the memory beyond the cap. Its seconds are those of the cheapest candidate of the undivided step that
+saves so much, or of a part of it. A variant for which no candidate saves enough has no estimate; those that need less memory
+come first.
 
 Each search of a variant corrects the estimates of the others. A miss in one microbatch corrects the memory of activations.
 A miss in several shows undivided temporaries: gathered weights and gradients, which are as large in each microbatch.
@@ -69,7 +69,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Recomputation or other strategies in the undivided step: the bytes that they save and the seconds that they take."""
+    """Recomputation in the undivided step: the bytes that it saves and the seconds that it takes."""
 
     num_bytes: float
     seconds: float
@@ -84,11 +84,10 @@ class Variants:
       cap_bytes: the memory cap.
       undivided_s: seconds of the uncapped step.
       batch_bytes: the activations of the undivided step at its peak.
-      working_bytes: lower bound on the memory besides the arguments.
       held_bytes: all other memory there.
       argument_bytes: memory of arguments there that may rest on the host, by kind, split over all devices.
       fetched_bytes: memory on the device for the copies of hosted arguments, by kind.
-      savings: possible recomputation, and savings by other strategies.
+      savings: possible recomputation.
       added_s: seconds that each microbatch of few added, by kinds in host memory.
       excess: needed memory of activations over its estimate.
       undivided_bytes: memory besides the arguments that microbatches do not divide.
@@ -100,7 +99,6 @@ class Variants:
     cap_bytes: float
     undivided_s: float
     batch_bytes: float
-    working_bytes: float
     held_bytes: float
     argument_bytes: Mapping[str, float]
     fetched_bytes: Mapping[str, float]
@@ -117,7 +115,6 @@ class Variants:
         uncapped: UncappedSolution,
         cap_bytes: float,
         shard_bytes: Mapping[str, Sequence[float]],
-        working_bytes: float,
     ) -> "Variants":
         """The variants of a step with these fastest uncapped strategies.
 
@@ -126,7 +123,6 @@ class Variants:
           cap_bytes: the memory cap.
           shard_bytes: memory of each argument that may rest on the host, split over all devices, by kind. Under a cap,
             copies of arguments on several devices go first.
-          working_bytes: lower bound on the memory besides the arguments.
         """
         peak = uncapped.on_mesh.predicted(uncapped.labels, math.inf).least
         resting_bytes = {str(resident): num_bytes for resident, num_bytes in peak.residents}
@@ -140,7 +136,6 @@ class Variants:
             cap_bytes,
             uncapped.cost_s,
             batch_bytes,
-            working_bytes,
             peak.num_bytes - batch_bytes - copies_bytes,
             argument_bytes,
             {kind: WINDOW * max(parts, default=0.0) for kind, parts in shard_bytes.items()},
@@ -150,27 +145,14 @@ class Variants:
         """The estimates under a lower cap."""
         return replace(self, cap_bytes=cap_bytes, added_s=dict(self.added_s), too_large=[*self.too_large])
 
-    def assume_recomputation(self) -> None:
-        """Takes it that the forward phase can be recomputed, to be used where no candidate is known."""
-        self.savings = [Saving(self._savable_bytes, FORWARD_SHARE * self.undivided_s)]
-
-    @property
-    def _savable_bytes(self) -> float:
-        """The most activations of the undivided step that can be saved."""
-        return max(0.0, self.batch_bytes - self.working_bytes)
-
-    def knows(self, savings: Sequence[Saving], capped: Sequence[tuple[float, float]]) -> None:
-        """Takes note of savings in the undivided step.
+    def assume_recomputation(self, working_bytes: float) -> None:
+        """Takes it that the forward phase can be recomputed, to be used where no candidate is known.
 
         Args:
-          savings: by recomputation.
-          capped: limits, and seconds of strategies that keep to them.
+          working_bytes: lower bound on the memory besides the arguments.
         """
-        all_bytes = self.held_bytes + self.batch_bytes
-        found = [*savings, *(Saving(all_bytes - limit, s - self.undivided_s) for limit, s in capped)]
-        self.savings = [
-            Saving(min(one.num_bytes, self._savable_bytes), max(0.0, one.seconds)) for one in found
-        ] or self.savings
+        saved_bytes = max(0.0, self.batch_bytes - working_bytes)
+        self.savings = [Saving(saved_bytes, FORWARD_SHARE * self.undivided_s)]
 
     def missed(self, variant: Variant, nearest: Found | None) -> None:
         """Notes that nothing fitted, and the strategies that came nearest, if any were found."""

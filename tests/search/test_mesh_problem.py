@@ -1,6 +1,6 @@
 """One mesh's problem against every assignment of a small step; which meshes are tried."""
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import product
 from math import inf, prod
 
@@ -17,7 +17,7 @@ from autoshard.search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.problem.strategies import port_specs
 from autoshard.search.solver.branch_and_bound import NoFitError
-from autoshard.search.solver.clock import Deadline, WorkClock
+from autoshard.search.solver.clock import Deadline
 from autoshard.search.solver.pbqp import MemoryConstraint
 from tests.search.chain import chain
 
@@ -242,27 +242,6 @@ def test_what_is_hardly_faster_than_the_cutoff_is_not_looked_for_under_lower_lim
         ON_MESH.fitting(kept, limit_bytes, 5.0, (1 + above) * cheapest.cost_s)
     assert len(limits) >= num_limits
     assert (len(limits) == 1) == (num_limits == 1)
-
-
-@pytest.mark.parametrize("num_misses", [1, 3, 4])
-def test_a_search_that_found_nothing_yet_goes_on_while_there_is_time(monkeypatch, num_misses):
-    clock, solve, misses = WorkClock(), MeshProblem.solve, []
-    prepared = StepProblem.of(
-        ON_MESH.memory.costed.graph.folded.program.step, ("", ""), CLUSTER.device, clock=clock
-    )
-    on_mesh = prepared.on(CLUSTER, (2,))
-
-    def spied(on_mesh, kept, limit_bytes, limit_s, *args, **more):
-        if len(misses) < num_misses:
-            misses.append(limit_s)
-            clock.spend(limit_s)
-            raise NoFitError("nothing yet", bound_s=0.0, num_rows=1)
-        return solve(on_mesh, kept, limit_bytes, limit_s, *args, **more)
-
-    monkeypatch.setattr(MeshProblem, "solve", spied)
-    with nullcontext() if num_misses < 4 else pytest.raises(NoFitError, match="nothing yet"):
-        assert on_mesh.fitting(on_mesh.pinned({}), 1 << 40, 8.0)[0].cost_s < inf
-    assert misses == [2.0] * num_misses
 
 
 @pytest.mark.parametrize("kept", [ALL, [labels[:2] for labels in ALL]])
