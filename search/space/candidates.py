@@ -216,8 +216,9 @@ class SolvedVariant:
         if shape in self.baseline.estimates_s:
             return self.baseline.estimates_s[shape]
         first_s = self.certificate.first.estimates_s
-        if shape in first_s:
-            return self.fastest.cost_s * first_s[shape] / first_s[self.fastest.on_mesh.shape]
+        there_s = first_s.get(self.fastest.on_mesh.shape, 0.0)
+        if shape in first_s and there_s:
+            return self.fastest.cost_s * first_s[shape] / there_s
         return (self.fastest.computed_s + self.fastest.cost_s) / 2
 
     def known(self, on_mesh: MeshProblem) -> Known:

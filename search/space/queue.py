@@ -253,6 +253,7 @@ class Queue:
             other.shapes = form.may_be_faster(best, uncapped_s, is_pinned, written)
         if other.shapes:
             trials.progress("attention in blocks" if form.is_in_blocks else "attention as it is written")
+            trials.begin_other_form()
             self.other = Queue(other)
             self.other._begin()
 

@@ -9,7 +9,7 @@ first; ties go to the first in order.
 import math
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from autoshard.cost_model.cluster import Cluster
@@ -26,7 +26,7 @@ from autoshard.search.mesh_problem import (
     StepProblem,
     TooLargeError,
 )
-from autoshard.search.options import Options, Progress, candidate_shapes
+from autoshard.search.options import LATEST, Options, Progress, candidate_shapes
 from autoshard.search.problem.reshard import Resharder
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, SearchClock
@@ -199,6 +199,11 @@ class Trials:
     def go_on(self, times: int) -> None:
         """Gives the search so many times as long again, from now on."""
         self.race.deadline = Deadline.after(times * self.options.limit_s, self.clock)
+
+    def begin_other_form(self) -> None:
+        """Gives the search a quarter more time, as long as it may take in the end (`LATEST`)."""
+        before = self.race.deadline
+        self.race.deadline = replace(before, end_s=before.end_s + (LATEST - 1) * self.options.limit_s)
 
     def owns(self, found: Found) -> bool:
         """True if a plan was found by these trials, and not by those of another form."""
@@ -465,9 +470,9 @@ def _estimates_s(uncapped: Sequence[UncappedSolution], floors_s: Bounds, promise
       promised_s: first bounds, found with equal effort on all meshes.
     """
     estimates_s = dict(floors_s)
-    if uncapped:
-        fastest = uncapped[0]
-        times = fastest.cost_s / promised_s[fastest.on_mesh.shape]
+    promised_there_s = promised_s[uncapped[0].on_mesh.shape] if uncapped else 0.0
+    if promised_there_s:
+        times = uncapped[0].cost_s / promised_there_s
         estimates_s = {shape: max(floors_s[shape], times * s) for shape, s in promised_s.items()}
     return estimates_s | {one.on_mesh.shape: one.cost_s for one in uncapped}
 

@@ -97,8 +97,8 @@ def test_where_that_fits_nothing_all_layers_are_searched():
 def test_where_few_layers_hold_far_more_than_fits_all_are_not_searched(times, is_searched, monkeypatch):
     searched = list[bool]()
 
-    def misses(step, short, *_):
-        searched.append(short is None)
+    def misses(forms, *_):
+        searched.append(forms[0].short is None)
         raise InfeasibleError("as if", times * TIGHT_BYTES)
 
     monkeypatch.setattr(driver, "_found", misses)
@@ -117,8 +117,8 @@ def test_of_few_layers_and_all_what_holds_less_is_said_where_neither_fits(monkey
 def test_where_the_whole_step_cannot_do_the_same_all_layers_are_searched(monkeypatch):
     assert unlike_neighbours(found(TIGHT_BYTES).problem.graph.folded)
 
-    def but_for_all(step, short, *_):
-        if short is None:
+    def but_for_all(forms, *_):
+        if forms[0].short is None:
             raise InfeasibleError("all layers are searched", 2.0 * TIGHT_BYTES)
         return found(TIGHT_BYTES)
 
