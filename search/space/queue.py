@@ -77,7 +77,8 @@ class Queue:
       host_arguments: the arguments that may rest in host memory.
       tried_elsewhere: steps of plans, with the meshes on which they were solved again.
       is_begun: whether the undivided step was solved.
-      other: the search for another form of the step, once it is begun.
+      form: another form of the step; None if there is none.
+      other: the search for the other form, once it is begun.
       floor_s: seconds of the best plan under a higher cap. Lower estimates do not count.
     """
 
