@@ -8,7 +8,7 @@ solves and checks the step in the way of a search, with the plan's decisions as 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from autoshard.search.problem.shortening import Shortened, shortened
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, WorkClock
 from autoshard.search.solver.pbqp import Labels
-from autoshard.search.space.found import Bounds, Found
+from autoshard.search.space.found import Found
 from autoshard.search.space.long_sequences import (
     BLOCKWISE,
     OtherForm,
@@ -103,7 +103,6 @@ class SearchResult(PlanOnStep):
       chosen: a strategy for each node.
       bound_s: the lower bound behind the plan's gap, in seconds; -inf if nothing is proven.
       short: the shortened step, if one was searched.
-      uncapped_bounds_s: by mesh, a lower bound on all plans without a cap.
       anew: names of decisions of a loaded plan that contradicted its edits, and were decided anew or dropped.
       under: goes on with the search under a lower cap, to find a plan there; None if there is no search.
     """
@@ -113,7 +112,6 @@ class SearchResult(PlanOnStep):
     chosen: Labels
     bound_s: float = -math.inf
     short: Shortened | None = None
-    uncapped_bounds_s: Bounds = field(default_factory=dict[tuple[int, ...], float])
     anew: tuple[str, ...] = ()
     under: "GoOn | None" = None
 
@@ -380,8 +378,7 @@ def _result(search: Queue, forms: Sequence[Form], cluster: Cluster) -> SearchRes
     bounds_s = won.certificate.bounds_s(best)
     found = _finished(form, best, cluster, trials.options, tuple(bounds_s), trials.watch)
     tried = trials.tried.candidates(best, bounds_s)
-    found = replace(found, uncapped_bounds_s=won.certificate.uncapped_s, under=under)
-    return found.with_plan(candidates=tried).bounded(min(bounds_s.values()))
+    return replace(found, under=under).with_plan(candidates=tried).bounded(min(bounds_s.values()))
 
 
 def _on_all_layers(
@@ -403,7 +400,6 @@ def _on_all_layers(
     watch.lap("solve")
     best = Found(problem, on_mesh, solution.labels, limit_bytes, device)
     found = _finished(Form(step, None), best, cluster, options, few.plan.meshes, watch)
-    found = replace(found, uncapped_bounds_s=few.uncapped_bounds_s)
     return found.with_plan(candidates=few.plan.candidates).bounded(min(few.bound_s, solution.bound_s))
 
 

@@ -23,8 +23,8 @@ LEAST_SHARE = 0.05
 `autoshard.time_share`, which all end at `LATEST`."""
 
 LATEST = 1.25
-"""Times the time limit: a search, in another form or for pipelines, is not begun later. Source: the promise that a search
-ends within a quarter of its limit."""
+"""Multiple of the time limit after which no search for pipelines begins. A search for two forms of attention may take so
+long. Source: the promise that a search ends within a quarter of its limit."""
 
 OFFLOADED = MappingProxyType(
     {

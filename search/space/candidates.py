@@ -112,6 +112,7 @@ class OfForm:
       first: the undivided step in the first form, solved without a cap.
       form: the other form.
       begin: begins the search for it.
+      least_bytes: nothing is known of its memory, so that it comes first among candidates of small memory.
     """
 
     trials: Trials

@@ -76,7 +76,7 @@ class OtherForm:
           best: that plan.
           bounds_s: by mesh, a lower bound on plans in the other form, without a cap.
           is_pinned: whether pins may keep a plan from splitting examples instead of a sequence.
-          written: returns this form, if the step is as it is written, on that plan's mesh.
+          written: makes the costs of the step as it is written, on that plan's mesh. It is called if that is this form.
         """
         if self.is_in_blocks:
             least_s = least_in_blocks_s(best, bounds_s, self.in_blocks, is_pinned)

@@ -30,7 +30,7 @@ from autoshard.search.memory.host_updates import host_updates, least_copy_s, lea
 from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import ROUNDING, MeshProblem, StepProblem
-from autoshard.search.options import OFFLOADED, Options, Progress, named_axes
+from autoshard.search.options import LATEST, OFFLOADED, Options, Progress, named_axes
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
 from autoshard.search.space.candidates import (
@@ -145,7 +145,7 @@ class Queue:
         """The search under a lower cap, to be run. It knows the variants that are solved, and the best plan's step."""
         lower = self._under(self.trials.under(options, progress))
         if self.other:
-            of_other = self.other.trials.under(options, progress, lower.trials.race)
+            of_other = self.other.trials.under(options, progress, lower.trials.shared)
             lower.other = self.other._under(of_other)
         return lower
 
@@ -191,7 +191,7 @@ class Queue:
         while not self.trials.deadline.is_over and (candidate := self._most_promising()):
             yield candidate
         if self.best is None and any(one.open for one in self._searches):
-            self.trials.go_on(len(self._searches))
+            self.trials.extend(len(self._searches))
             self._is_extended = True
             yield from self._turns_besides()
 
@@ -254,7 +254,7 @@ class Queue:
             other.shapes = form.may_be_faster(best, uncapped_s, is_pinned, written)
         if other.shapes:
             trials.progress("attention in blocks" if form.is_in_blocks else "attention as it is written")
-            trials.begin_other_form()
+            trials.extend(LATEST - 1)
             self.other = Queue(other)
             self.other._begin()
 

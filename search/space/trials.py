@@ -7,9 +7,9 @@ first; ties go to the first in order.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from autoshard.cost_model.cluster import Cluster
@@ -26,7 +26,7 @@ from autoshard.search.mesh_problem import (
     StepProblem,
     TooLargeError,
 )
-from autoshard.search.options import LATEST, Options, Progress, candidate_shapes
+from autoshard.search.options import Options, Progress, candidate_shapes
 from autoshard.search.problem.reshard import Resharder
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, SearchClock
@@ -82,15 +82,15 @@ class Baseline:
     deferred: tuple[MeshProblem, ...]
     found: tuple[Found, ...]
     floors_s: Bounds
-    estimates_s: Bounds
+    estimates_s: Mapping[tuple[int, ...], float]
 
 
 @dataclass(eq=False)
-class Race:
-    """The part that trials of a step in several forms share; mutable.
+class Shared:
+    """The state that the trials of all forms of a step share; mutable.
 
     Attributes:
-      deadline: the end of the search. Without a plan the search goes on.
+      deadline: the end of the search.
       watch: the time of each part of the search.
       best: the best plan so far.
     """
@@ -110,7 +110,7 @@ class Trials:
       options: the options of the search.
       pins: the specs in which arguments must rest.
       progress: called with a line for each trial.
-      race: the best plan so far and the clocks, shared with the trials of other forms of the step.
+      shared: the best plan so far and the time, shared with the trials of another form of the step.
       nearest: among solutions that do not fit, the one whose kernels need the least memory.
       shapes: the meshes to try.
       gains_s: estimated seconds by which recomputation makes a step faster.
@@ -131,7 +131,7 @@ class Trials:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress, self.pins = options, progress, options.pins or {}
         self.clock = clock
-        self.race = Race(Deadline.after(options.limit_s, clock), watch or Stopwatch(step.trace_s))
+        self.shared = Shared(Deadline.after(options.limit_s, clock), watch or Stopwatch(step.trace_s))
         self.shapes = candidate_shapes(cluster, options)
         self.nearest: Found | None = None
         self._resharders: dict[tuple[int, ...], Resharder] = {}
@@ -143,24 +143,24 @@ class Trials:
         self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
     def of_form(self, step: Step, marks: Sequence[str], shapes: tuple[tuple[int, ...], ...]) -> "Trials":
-        """The trials of the step in another form, on some meshes, for the same plan and in the same time."""
+        """The trials of the step in another form, on some meshes. Both look for one plan, in one time."""
         other = Trials(step, marks, self.cluster, self.options, self.progress, self.clock)
-        other.race, other.shapes = self.race, shapes
+        other.shared, other.shapes = self.shared, shapes
         return other
 
-    def under(self, options: Options, progress: Progress, race: Race | None = None) -> "Trials":
+    def under(self, options: Options, progress: Progress, shared: Shared | None = None) -> "Trials":
         """Trials under a lower cap, with the problems and bounds that are known. A bound under the higher cap holds under
         the lower one.
 
         Args:
           options: the lower cap.
           progress: called with a line for each trial.
-          race: the race of another form's trials under that cap; a new one if there are none.
+          shared: the state of another form's trials under that cap; a new one if there are none.
         """
         lower = copy(self)
         lower.options, lower.progress = options, progress
         deadline = Deadline.after(options.limit_s, self.clock)
-        lower.race = race or Race(deadline, Stopwatch(self.step.trace_s))
+        lower.shared = shared or Shared(deadline, Stopwatch(self.step.trace_s))
         lower.tried, lower._nearest = Tried(), dict(self._nearest)
         lower._needed_bytes = WeakKeyDictionary(self._needed_bytes)
         lower._proven_s = WeakKeyDictionary({one: dict(bounds) for one, bounds in self._proven_s.items()})
@@ -169,17 +169,17 @@ class Trials:
     @property
     def best(self) -> Found | None:
         """The best plan so far."""
-        return self.race.best
+        return self.shared.best
 
     @property
     def deadline(self) -> Deadline:
         """The end of the search."""
-        return self.race.deadline
+        return self.shared.deadline
 
     @property
     def watch(self) -> Stopwatch:
         """The time of each part of the search."""
-        return self.race.watch
+        return self.shared.watch
 
     @property
     def cutoff_s(self) -> float:
@@ -196,14 +196,10 @@ class Trials:
         """True if the user allows that residuals are offloaded, and the host has memory for them."""
         return self.options.may_offload_residuals and self.cluster.host_bytes_per_node > 0
 
-    def go_on(self, times: int) -> None:
-        """Gives the search so many times as long again, from now on."""
-        self.race.deadline = Deadline.after(times * self.options.limit_s, self.clock)
-
-    def begin_other_form(self) -> None:
-        """Gives the search a quarter more time, as long as it may take in the end (`LATEST`)."""
-        before = self.race.deadline
-        self.race.deadline = replace(before, end_s=before.end_s + (LATEST - 1) * self.options.limit_s)
+    def extend(self, times: float) -> None:
+        """Gives the search this multiple of its time limit more, besides the time that is left."""
+        left_s = self.deadline.left_s + times * self.options.limit_s
+        self.shared.deadline = Deadline.after(left_s, self.clock)
 
     def owns(self, found: Found) -> bool:
         """True if a plan was found by these trials, and not by those of another form."""
@@ -215,7 +211,7 @@ class Trials:
         self.tried.takes(found)
         self._proven_s.setdefault(found.step_problem, {})
         if is_better:
-            self.race.best = found
+            self.shared.best = found
         return is_better
 
     def _comes_near(self, found: Found) -> None:
@@ -254,7 +250,7 @@ class Trials:
         surely_fits_bytes = 0.0 if step_problem.has_transfers else SURE_SHARE * self.options.memory_bytes
         baseline = self._over(on_meshes, step_problem, time_limit_s, surely_fits_bytes)
         if self.best is not before and self.best and not self.best.fits:
-            self.race.best = before
+            self.shared.best = before
             baseline = self._over(on_meshes, step_problem, time_limit_s, 0.0)
         self.watch.lap("solve")
         return baseline
@@ -269,11 +265,11 @@ class Trials:
         """Tries a baseline mesh by mesh. Strategies below `surely_fits_bytes` are taken to fit."""
         promised_s = {one.shape: one.promised_s(one.pinned(self.pins)) for one in on_meshes}
         self.watch.lap("solve")
-        in_order, sure_bytes = (
-            _most_promising_first(on_meshes, promised_s),
+        deadline, sure_bytes = (
+            Deadline.after(time_limit_s, self.clock),
             SURE_SHARE * self.options.memory_bytes,
         )
-        deadline = Deadline.after(time_limit_s, self.clock)
+        in_order = _most_promising_first(on_meshes, promised_s)
         uncapped, floors_s = self._without_cap(in_order, step_problem, deadline)
         estimates_s = _estimates_s(uncapped, floors_s, promised_s)
         found, memory_bound, tried = list[Found](), list[UncappedSolution](), set[MeshProblem]()
@@ -460,7 +456,9 @@ def _most_promising_first(on_meshes: Sequence[MeshProblem], promised_s: Bounds) 
     return order
 
 
-def _estimates_s(uncapped: Sequence[UncappedSolution], floors_s: Bounds, promised_s: Bounds) -> Bounds:
+def _estimates_s(
+    uncapped: Sequence[UncappedSolution], floors_s: Bounds, promised_s: Bounds
+) -> Mapping[tuple[int, ...], float]:
     """Estimated seconds of the fastest plan without a cap, by mesh. A mesh without a solution is taken to be as much slower
     than the one with the fastest solution as its first bound is higher.
 

@@ -17,6 +17,8 @@ from autoshard.search.mesh_problem import RELATIVE_GAP, StepProblem
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, LATEST, Options
 from autoshard.search.solver.clock import WorkClock
 from autoshard.search.space.long_sequences import least_as_written_s, least_in_blocks_s
+from autoshard.search.space.queue import Queue
+from autoshard.search.space.trials import Trials
 from tests.attentions import MASKS, by_softmax, layer_shapes, layer_step
 
 PLENTY = 1 << 42
@@ -27,6 +29,15 @@ def layer(batch, length, heads, key_heads=None, mask="causal", dtype="bfloat16")
     key_heads = key_heads or heads
     step = layer_step(by_softmax(MASKS[mask]), heads, key_heads)
     return trace(step, *layer_shapes(batch, length, heads, key_heads, 128, dtype))
+
+
+def searched(step, cluster):
+    """The best plan of a step in one form, and the lower bounds on all its plans without a cap, by mesh."""
+    trials = Trials(
+        step, [""] * len(step.arguments), cluster, Options(PLENTY), lambda line: None, WorkClock()
+    )
+    queue = Queue(trials)
+    return queue.run(), queue.certificate.uncapped_s
 
 
 def in_blocks_s(step, cluster):
@@ -45,13 +56,12 @@ def in_blocks_s(step, cluster):
 def test_no_plan_of_the_other_form_is_faster_than_its_bound(preset, batch, length, heads, mask, dtype):
     cluster, step = parse_cluster(preset), layer(batch, length, *heads, mask, dtype)
     blocks = blockwise(step)
-    written, in_blocks = (find_as_written(one, cluster, Options(PLENTY)) for one in (step, blocks))
-    best, other = written.found, in_blocks.found
-    bounds_s = least_in_blocks_s(best, written.uncapped_bounds_s, blocks, is_pinned=False)
+    (best, written_s), (other, in_blocks_s) = (searched(one, cluster) for one in (step, blocks))
+    bounds_s = least_in_blocks_s(best, written_s, blocks, is_pinned=False)
     assert other.cost_s >= (1 - ROUNDING) * min(bounds_s.get(other.on_mesh.shape, -inf), best.cost_s)
     problem = StepProblem.of(step, [""] * len(step.arguments), cluster.device)
     costed = problem.on(cluster, other.on_mesh.shape).memory.costed
-    bounds_s = least_as_written_s(other, in_blocks.uncapped_bounds_s, blocks, costed, is_pinned=False)
+    bounds_s = least_as_written_s(other, in_blocks_s, blocks, costed, is_pinned=False)
     assert best.cost_s >= (1 - ROUNDING) * min(bounds_s.get(best.on_mesh.shape, -inf), other.cost_s)
 
 
@@ -73,9 +83,9 @@ def beside_hidden_layer(batch, length):
 
 def saved_s(step, cluster):
     """Seconds by which blocks may be faster, by the bound on plans in blocks."""
-    found, blocks = find_as_written(step, cluster, Options(PLENTY)), blockwise(step)
-    bounds_s = least_in_blocks_s(found.found, found.uncapped_bounds_s, blocks, is_pinned=False)
-    return found.uncapped_bounds_s[4,] - bounds_s[4,]
+    (found, written_s), blocks = searched(step, cluster), blockwise(step)
+    bounds_s = least_in_blocks_s(found, written_s, blocks, is_pinned=False)
+    return written_s[4,] - bounds_s[4,]
 
 
 def test_blocks_promise_no_more_beside_a_hidden_layer_of_the_size_of_scores():

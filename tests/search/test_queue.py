@@ -74,7 +74,7 @@ class Fake:
         self.taken.append(self.name)
         self.search.trials.clock.spend(1.0)
         if self.finds_s < self.search.trials.cutoff_s:
-            self.search.trials.race.best = plan(self.finds_s)
+            self.search.trials.shared.best = plan(self.finds_s)
         return self.parts
 
 
@@ -256,7 +256,7 @@ def test_a_rewrite_that_is_slower_than_its_estimate_raises_those_of_others_half_
     """There is a plan of 1.44 s, and nothing faster is found of a rewrite of an estimated second. It leaves 4 of the 10
     missing bytes to other strategies, and the others leave 2 and none."""
     search = queue()
-    search.trials.race.best = plan(1.44)
+    search.trials.shared.best = plan(1.44)
     first, other, enough = rewrites(search, monkeypatch, 6, 8, 10, found=[(bound_s, math.inf)])
     assert first.estimate_s == other.estimate_s == 1.0
     first.take(1.0)
@@ -269,7 +269,7 @@ def test_a_plan_lowers_the_estimates_of_others_to_its_own_error_or_raises_them_h
     monkeypatch, found_s, error_s
 ):
     search = queue()
-    search.trials.race.best = plan(1.44)
+    search.trials.shared.best = plan(1.44)
     every = rewrites(search, monkeypatch, 6, 6, 6, found=[(0.5, math.inf), (0.5, math.inf)])
     first, second, other = every
     first.take(1.0)
@@ -277,7 +277,7 @@ def test_a_plan_lowers_the_estimates_of_others_to_its_own_error_or_raises_them_h
     improve = OfRewrite._improve
 
     def found(one, limit_s):
-        search.trials.race.best = plan(found_s)
+        search.trials.shared.best = plan(found_s)
         return improve(one, limit_s)
 
     monkeypatch.setattr(OfRewrite, "_improve", found)
@@ -329,7 +329,7 @@ def test_the_best_plans_step_is_tried_on_the_other_meshes_and_on_splits_of_its_o
 def test_neighbours_come_after_all_others_that_promise_a_better_plan():
     search, taken = queue(), []
     first = solved(search, {(8, 8): 0.5, (64,): 0.1})
-    search.trials.race.best = plan(1.0)
+    search.trials.shared.best = plan(1.0)
     search.trials.best.communication_s = 0.5
     neighbour = OfPlan(search.trials, first.certificate, search.trials.best, (64,))
     search.open = [neighbour, Fake(search, taken, "other", 0.9)]
@@ -347,7 +347,7 @@ def test_another_form_has_a_turn_by_its_estimate_or_after_all_others_that_promis
     first = solved(search, {(8, 8): 0.5, (64,): 0.7}).baseline
     form = OfForm(search.trials, first, SimpleNamespace(more_s=more_s), begun.append)
     assert form.estimate_s == pytest.approx(0.5 + more_s)
-    search.trials.race.best = plan(1.0)
+    search.trials.shared.best = plan(1.0)
     assert form.estimate_s < search.trials.least_s
     other = Fake(search, taken, "other", 0.9)
     search.open = [form, other]
