@@ -10,7 +10,7 @@ A candidate is a set of plans that is not searched yet. There are three kinds, e
    its kernels are simulated. If they fit, that is a plan. A search that needs more time goes on in a later turn.
 
 A step with attention has two forms (`search.space.long_sequences`). The second one is a candidate, too. When its turn comes,
-its variants join the queue.
+its variants join the queue, and the search may take a quarter longer.
 
 The candidate with the least estimated time has the next turn (`search.space.candidates`). If no estimate is below the best
 plan, its step has turns on other meshes. The queue ends if those promise nothing either, or if time is over. Without a plan
