@@ -8,8 +8,9 @@ the peak of the plan found under the first. A row that the file `--record` holds
 may be ended and resumed. All times are predicted; searches take the default time, which is nominal and the same on every
 machine.
 
-`--against` prints each row beside the recorded one, and in the end the mean change of the step time, the number of rows
-that are slower by more than 1% and by more than 3%, and the rows where a lower cap gave a faster step.
+`--against` searches under the recorded caps and prints each row beside the recorded one. In the end it prints the mean
+change of the step time, the number of rows that are slower by more than 1% and by more than 3%, and the rows where a lower
+cap gave a faster step.
 """
 
 import argparse
@@ -102,8 +103,8 @@ def searched(step: Step, cluster: Cluster, model: str, percent: int, cap_bytes: 
     )
 
 
-def rows(options: argparse.Namespace, known: Mapping[str, Row]) -> Iterator[Row]:
-    """All rows, model by model; those known already are not made again."""
+def rows(options: argparse.Namespace, known: Mapping[str, Row], before: Mapping[str, Row]) -> Iterator[Row]:
+    """All rows, model by model. Those known already are not made again. Rows of another record say the caps."""
     for preset in options.clusters:
         cluster = parse_cluster(preset)
         for model in options.models:
@@ -112,7 +113,9 @@ def rows(options: argparse.Namespace, known: Mapping[str, Row]) -> Iterator[Row]
                 cap_bytes = (
                     cluster.device_memory_limit() if percent == 100 else int(free_bytes * percent / 100)
                 )
-                row = known.get(f"{model} {preset} {percent}%")
+                name = f"{model} {preset} {percent}%"
+                cap_bytes = before[name].cap_bytes if name in before else cap_bytes
+                row = known.get(name)
                 if row is None:
                     step = step or _traced(model, cluster)
                     row = searched(step, cluster, model, percent, cap_bytes)
@@ -199,7 +202,7 @@ def main() -> None:
     options = parser.parse_args()
     before, kept, found = read(options.against), read(options.record), list[Row]()
     print(HEAD + (BESIDE if before else "") + "|", flush=True)
-    for row in rows(options, kept):
+    for row in rows(options, kept, before):
         found.append(row)
         kept[row.name] = row
         if options.record:
