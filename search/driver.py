@@ -47,7 +47,7 @@ from autoshard.search.space.long_sequences import (
     BLOCKWISE,
     OtherForm,
     blocks_add_s,
-    holds_too_much,
+    slower_adds_s,
     without_ring,
 )
 from autoshard.search.space.queue import Queue
@@ -223,8 +223,6 @@ def find(
     if said := without_ring(in_blocks, cluster.num_devices):
         progress(said)
     forms = (step, in_blocks) if blocks_add_s(in_blocks, cluster) >= 0 else (in_blocks, step)
-    if holds_too_much(step, in_blocks, cluster.num_devices, options.memory_bytes):
-        forms = (in_blocks,)
     if forms[0] is in_blocks:
         progress("attention in blocks")
     return _find_forms(forms, cluster, options, progress)
@@ -357,9 +355,9 @@ def _found(
     trials = Trials(first, pin_marks(first, pins), cluster, options, progress, options.new_clock(), watch)
     other = None
     if len(forms) > 1:
-        step, in_blocks = forms[1].searched, next(one.step for one in forms if one.step.spelled_out)
-        is_in_blocks, more_s = forms[1].step is in_blocks, abs(blocks_add_s(in_blocks, cluster))
-        other = OtherForm(step, pin_marks(step, pins), in_blocks, is_in_blocks, more_s)
+        step, in_blocks = forms[1].searched, next(one.step for one in forms if one.attention)
+        name = "attention in blocks" if forms[1].attention else "attention as it is written"
+        other = OtherForm(step, pin_marks(step, pins), name, slower_adds_s(in_blocks, cluster))
     return _result(Queue(trials, other), forms, cluster)
 
 

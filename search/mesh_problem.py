@@ -346,15 +346,12 @@ class MeshProblem:
         time_limit_s: float,
         cutoff_s: float = np.inf,
         relative_gap: float = RELATIVE_GAP,
-        surely_fits_bytes: float = 0.0,
         known: Known = UNKNOWN,
-    ) -> tuple[branch_and_bound.Solution, Prediction | None]:
+    ) -> tuple[branch_and_bound.Solution, Prediction]:
         """The cheapest of the kept strategies whose kernels fit on a device.
 
-        Strategies that hold less than `surely_fits_bytes` in program order are taken without a prediction of their
-        kernels. No others are looked for if the first ones do not fit, and are faster than the cutoff by less than the
-        gap. If strategies need little more than the limit, others are looked for up to `EXTRA_S` longer than the time
-        limit.
+        No others are looked for if the first ones do not fit, and are faster than the cutoff by less than the gap. If
+        strategies need little more than the limit, others are looked for up to `EXTRA_S` longer than the time limit.
 
         The bound of the solution or of the error is the first round's. It holds for all kept strategies that fit in
         program order (`Memory.profile`), whether or not their kernels fit.
@@ -365,7 +362,6 @@ class MeshProblem:
           time_limit_s: seconds for the solver.
           cutoff_s: the cost that a solution must beat.
           relative_gap: the gap to certify.
-          surely_fits_bytes: a peak in program order below which strategies are taken to fit.
           known: a warm start and a bound.
 
         Raises:
@@ -381,7 +377,7 @@ class MeshProblem:
         ) -> _Simulated:
             beat_s = best[0].cost_s if best else cutoff_s
             solution = self.solve(kept, int(under_bytes), left_s, beat_s, rows, relative_gap, known)
-            return self._simulated(solution, limit_bytes, surely_fits_bytes)
+            return self._round(solution, solution.labels, limit_bytes)
 
         def propose(under_bytes: float, rows: Sequence[MemoryConstraint]) -> _Simulated | None:
             if under_bytes == limit_bytes and not rows:
@@ -409,17 +405,7 @@ class MeshProblem:
         if best:
             return replace(best[0], bound_s=bound_s), best[1]
         solution, found = nearest.proposal
-        assert found is not None, "the kernels were asked"
         raise TooLargeError(solution.labels, found, limit_bytes, bound_s=bound_s)
-
-    def _simulated(
-        self, solution: branch_and_bound.Solution, limit_bytes: int, surely_fits_bytes: float
-    ) -> "_Simulated":
-        """A solution with the memory of its kernels, unless it surely fits."""
-        held_bytes = self.memory.peak(solution.labels).num_bytes
-        if held_bytes < surely_fits_bytes:
-            return Round((solution, None), held_bytes, held_bytes)
-        return self._round(solution, solution.labels, limit_bytes)
 
     def smallest_peak(self, kept: Sequence[np.ndarray], time_limit_s: float) -> tuple[Labels, Peak]:
         """The kept strategies of the smallest peak that was found, and the peak: the larger one of program order and
@@ -456,7 +442,6 @@ class MeshProblem:
                 while not deadline.is_over:
                     cap_bytes, left_s = int(share * peak.num_bytes), deadline.left_s / 2
                     solution, found = self.fitting(kept, cap_bytes, left_s, relative_gap=WIDE_GAP)
-                    assert found is not None, "the kernels were asked"
                     labels, peak = solution.labels, self.larger_peak(solution.labels, found)
         return labels, peak
 
@@ -668,8 +653,8 @@ class MeshProblem:
         return violated
 
 
-type _Simulated = Round[tuple[branch_and_bound.Solution, Prediction | None]]
-"""A solution, with the prediction of its kernels if they were asked."""
+type _Simulated = Round[tuple[branch_and_bound.Solution, Prediction]]
+"""A solution, with the prediction of its kernels."""
 
 
 def _under_cap(

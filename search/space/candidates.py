@@ -48,10 +48,6 @@ AGAIN = 1.25
 """Multiple of its estimate at which a rewrite has another turn, if the turn before it found nothing in time. Source: a
 choice of ours."""
 
-MIN_GAIN = 1e-3
-"""Share by which a mesh of three axes must be faster than the best plan. Source: a choice of ours; two axes are
-simpler."""
-
 
 class Candidate(Protocol):
     """A set of plans that is not searched yet."""
@@ -108,14 +104,12 @@ class OfForm:
     """Another form of the step, whose search is not begun.
 
     Attributes:
-      trials: the trials of the first form.
       first: the undivided step in the first form, solved without a cap.
       form: the other form.
       begin: begins the search for it.
       least_bytes: nothing is known of its memory, so that it comes first among candidates of small memory.
     """
 
-    trials: Trials
     first: Baseline
     form: OtherForm
     begin: Callable[[OtherForm], None]
@@ -123,17 +117,7 @@ class OfForm:
 
     @property
     def estimate_s(self) -> float:
-        """Seconds without a cap, by those of the first form. If the form seems to be slower than the best plan, its turn
-        comes after all others: only a bound rules it out."""
-        return self._uncapped_s if self.seems_faster else math.nextafter(self.trials.least_s, 0.0)
-
-    @property
-    def seems_faster(self) -> bool:
-        """Whether the estimate is below the best plan's time."""
-        return self._uncapped_s < self.trials.least_s
-
-    @property
-    def _uncapped_s(self) -> float:
+        """Seconds without a cap, by those of the first form."""
         return min(self.first.estimates_s.values()) + self.form.more_s
 
     def take(self, limit_s: float) -> Iterable[Candidate]:
@@ -268,7 +252,7 @@ class OnMesh:
       shape: the mesh.
       on_mesh: its problem there, once it is made.
       uncapped: its fastest strategies there, once they are known.
-      capped_s: a lower bound on the step without a rewrite, under the cap, once it is known; infinite if it hardly fits.
+      is_bounded: whether the step without a rewrite has a lower bound under the cap.
       missing_bytes: bytes that rewrites must save, once they are estimated.
       least_spare_bytes: bytes beyond those that a rewrite must save, because others were proven to need more than the cap.
       error_s_per_byte: seconds beyond the estimate, for each byte that other strategies than the fastest ones save.
@@ -278,22 +262,18 @@ class OnMesh:
     shape: tuple[int, ...]
     on_mesh: MeshProblem | None = None
     uncapped: UncappedSolution | None = None
-    capped_s: float | None = None
+    is_bounded: bool = False
     missing_bytes: float = 0.0
     least_spare_bytes: float = -math.inf
     error_s_per_byte: float = 0.0
 
     @property
     def estimate_s(self) -> float:
-        """Seconds without a cap, and those that rewrites add. If the step fits without a rewrite, halfway (in logarithms) to
-        the seconds that it takes then."""
+        """Seconds without a cap, and those that rewrites add."""
         relief_s = self.solved.relief_s(self.uncapped)
         if self.uncapped is None:
             return self.solved.promised_s(self.shape) + relief_s
-        least_s = self.uncapped.cost_s + relief_s - self.solved.stacking_s(self.uncapped.peak_bytes)
-        if self.capped_s is None or not 0 < least_s < self.capped_s < math.inf:
-            return least_s
-        return math.sqrt(least_s * self.capped_s)
+        return self.uncapped.cost_s + relief_s - self.solved.stacking_s(self.uncapped.peak_bytes)
 
     @property
     def least_bytes(self) -> float:
@@ -312,11 +292,11 @@ class OnMesh:
             return [self] if self.uncapped else []
         options = trials.options
         is_new = on_mesh in baseline.deferred or on_mesh not in baseline.on_meshes
-        if self.capped_s is None and is_new:
+        if not self.is_bounded and is_new:
             cap_bytes, curve = options.memory_bytes, self._curve
             curve.refine(cap_bytes, deadline)
             bound_s = max(self.uncapped.cost_s, curve.at(cap_bytes))
-            self.capped_s = math.inf if curve.is_far(cap_bytes) else bound_s
+            self.is_bounded = True
             self.missing_bytes = self.uncapped.peak_bytes - cap_bytes
             unchanged = Rewrite(self.uncapped, frozenset(), bound_s, 0.0, 0.0)
             return [self, OfRewrite(self, on_mesh, unchanged)] if bound_s < trials.least_s else [self]
@@ -494,23 +474,28 @@ class OfPlan:
         return (max(computed_s, proven_s) + self.plan.cost_s) / 2
 
     def take(self, limit_s: float) -> Iterable[Candidate]:
-        """Solves the step on the mesh. If memory is short on a mesh of three axes, other rewrites of the variant may be
-        faster there."""
+        """Solves the step on the mesh. If time ends before a better plan is found, it goes on in a later turn. If memory is
+        short on a mesh of three axes, other rewrites of the variant may be faster there."""
         plan, trials, step_problem = self.plan, self.trials, self.plan.step_problem
-        is_own = self.shape == plan.on_mesh.shape
-        on_mesh = plan.on_mesh if is_own else trials.put_on(step_problem, self.shape)
+        is_own, on_mesh = self.shape == plan.on_mesh.shape, self._on_mesh
         known = self.certificate.known(step_problem, self.shape)
         if is_own:
             known = replace(known, start=plan.labels)
         elif self.shape in finer_shapes(trials.cluster, plan.on_mesh.shape):
             known = replace(known, start=for_finer_mesh(plan.on_mesh, plan.labels, on_mesh))
         trials.progress(f"the same on mesh {format_mesh(self.shape)}")
-        is_finer = self.shape not in trials.shapes
-        min_gain = MIN_GAIN if is_finer else 0.0
-        _, is_memory_bound = trials.improve(step_problem, on_mesh, limit_s, known=known, min_gain=min_gain)
-        if self.solved and is_memory_bound and is_finer and not is_own:
-            return [OnMesh(self.solved, self.shape)]
-        return []
+        deadline = Deadline.after(limit_s, trials.clock)
+        _, is_memory_bound = trials.improve(step_problem, on_mesh, limit_s, known)
+        again = [self] if deadline.is_over and trials.best is plan else []
+        if self.solved and is_memory_bound and not is_own and self.shape not in trials.shapes:
+            return [OnMesh(self.solved, self.shape), *again]
+        return again
+
+    @cached_property
+    def _on_mesh(self) -> MeshProblem:
+        """The step's problem on the mesh. The solver goes on from it in later turns."""
+        is_own = self.shape == self.plan.on_mesh.shape
+        return self.plan.on_mesh if is_own else self.trials.put_on(self.plan.step_problem, self.shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,12 +24,6 @@ class Certificate:
         self.trials, self.first = trials, first
         self._has_loops = has_loops(first.step_problem.step)
 
-    @property
-    def uncapped_s(self) -> Bounds:
-        """By mesh, a lower bound on all plans, without a cap and less what recomputation may gain in loops."""
-        gain_s = max(self.trials.gains_s.values(), default=0.0)
-        return {shape: bound_s - gain_s for shape, bound_s in self.first.floors_s.items()}
-
     def known(self, step_problem: StepProblem, shape: tuple[int, ...]) -> Known:
         """A lower bound on a step's plans on a mesh before it is solved there.
 

@@ -58,11 +58,6 @@ class Found:
         return self.cost_s - self.on_mesh.memory.costed.compute_s(self.labels)
 
     @property
-    def communication_share(self) -> float:
-        """Share of the cost that is communication."""
-        return self.communication_s / self.cost_s if self.cost_s else 0.0
-
-    @property
     def hidden_s(self) -> float:
         """Seconds of communication and copies that computation hides."""
         return self.on_mesh.hiding.hidden_once_s(self.labels) + self._hidden_copies_s

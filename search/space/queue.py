@@ -31,7 +31,6 @@ from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import ROUNDING, MeshProblem, StepProblem
 from autoshard.search.options import LATEST, OFFLOADED, Options, Progress, named_axes
-from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
 from autoshard.search.space.candidates import (
     Candidate,
@@ -163,7 +162,7 @@ class Queue:
         for solved in self.solved:
             lower.open += lower._meshes(solved.variant, _untried(solved.baseline), None, solved.others)
         if self.form and not self.other:
-            lower.open.append(OfForm(trials, first, self.form, lower._begin_other))
+            lower.open.append(OfForm(first, self.form, lower._begin_other))
         if best := self.best:
             lower.floor_s = best.cost_s
         if best and self.trials.owns(best):
@@ -236,27 +235,17 @@ class Queue:
         else:
             self.open += self._meshes(Variant(1), first, before)
         if self.form:
-            self.open.append(OfForm(trials, first, self.form, self._begin_other))
+            self.open.append(OfForm(first, self.form, self._begin_other))
         if self.best and self.best is not before:
             self._meet_neighbours(self.best)
         return first
 
     def _begin_other(self, form: OtherForm) -> None:
-        """Begins the search for another form of the step, where it may have a better plan."""
-        trials, best = self.trials, self.best
-        other = trials.of_form(form.step, form.marks, trials.shapes)
-        if best:
-            uncapped_s, is_pinned = self.certificate.uncapped_s, bool(self.options.pins)
-
-            def written() -> CostedGraph:
-                return other.put_on(other.made_ready(form.step), best.on_mesh.shape).memory.costed
-
-            other.shapes = form.may_be_faster(best, uncapped_s, is_pinned, written)
-        if other.shapes:
-            trials.progress("attention in blocks" if form.is_in_blocks else "attention as it is written")
-            trials.extend(LATEST - 1)
-            self.other = Queue(other)
-            self.other._begin()
+        """Begins the search for another form of the step."""
+        self.trials.progress(form.name)
+        self.trials.extend(LATEST - 1)
+        self.other = Queue(self.trials.of_form(form.step, form.marks))
+        self.other._begin()
 
     def _open_variants(self, fastest: UncappedSolution, on_meshes: Sequence[MeshProblem]) -> None:
         """Opens the variants besides the step as it is written, with estimates from its fastest strategies."""
@@ -425,7 +414,7 @@ class Queue:
             return
         solved = next((one for one in self.solved if one.is_of(best.step_problem)), None)
         for shape in dict.fromkeys((best.on_mesh.shape, *self.trials.shapes, *self._finer_shapes(best))):
-            if (best.step_problem, shape) not in self.tried_elsewhere:
+            if shape == best.on_mesh.shape or (best.step_problem, shape) not in self.tried_elsewhere:
                 self.open.append(OfPlan(self.trials, self.certificate, best, shape, solved))
         updated = self._updated_elsewhere(best)
         if updated is not None:
@@ -472,8 +461,6 @@ def _untried(baseline: Baseline) -> Baseline:
 
 def _rank(candidate: Candidate) -> int:
     """Candidates of a lower rank have their turns first."""
-    if isinstance(candidate, OfForm):
-        return 0 if candidate.seems_faster else 2
     return 1 if _is_of_plan(candidate) else 0
 
 

@@ -48,11 +48,9 @@ SHARES = (0.25, 0.5, 0.75)
 FINEST = 16
 """Number of parts of the step in the search for the smallest share that saves enough. Source: a choice of ours."""
 
-MAX_ENOUGH = 3
-"""Largest number of choices that save just enough or a little more. Source: a choice of ours."""
-
 SPARE = 0.1
-"""Share of the cap that each of these choices saves beyond the one before it. Source: a choice of ours."""
+"""Share of the cap that recomputation should save besides the missing bytes; else loops are cut, too. Source: a choice of
+ours."""
 
 ESTIMATE_GAP = 0.01
 """Relative error of the bound on sharding in an estimate. Source: a choice of ours; the estimate's other errors are
@@ -225,7 +223,7 @@ class Estimates:
         return [replace(one, cost_s=one.more_s + self._sharding_s(one.saved_bytes)) for one in in_order]
 
     def recomputing(self) -> Iterator[Rewrite]:
-        """Rewrites of all trade-offs; if memory is short, also some that save just enough or a little more."""
+        """Rewrites of all trade-offs; if memory is short, also one that saves just enough, and some that save less."""
         near = chain(self._just_enough(), self._hardly_enough()) if self.missing_bytes > 0 else ()
         for choice in chain(self._choices, near):
             if choice.sites not in self.seen:
@@ -241,27 +239,17 @@ class Estimates:
         return (self._chosen(low, high, share) for share in SHARES)
 
     def _just_enough(self) -> Iterator[Choice]:
-        """Choices that save hardly more than is missing, then choices that save more, because kernels may hold more
-        than expected.
-
-        Each lies between two neighbouring trade-offs: the smallest share of the step takes the higher price.
-        """
-        wanted_bytes, choices = self.missing_bytes, self._choices
-        for _ in range(MAX_ENOUGH):
-            enough = [n for n, one in enumerate(choices) if self._saved_bytes(one) >= wanted_bytes]
-            if not enough:
-                return
-            yield (choice := self._least_enough(enough[0], wanted_bytes))
-            wanted_bytes = self._saved_bytes(choice) + SPARE * self.limit_bytes
-
-    def _least_enough(self, at: int, wanted_bytes: float) -> Choice:
-        """The choice nearest to the trade-off before the first one that saves so many bytes."""
-        if at == 0:
-            return self._choices[at]
-        low, high = (one.price_s_per_byte for one in self._choices[at - 1 : at + 1])
-        saves = partial(self._chosen, low, high)
-        parts = bisect_left(range(FINEST), wanted_bytes, key=lambda n: self._saved_bytes(saves(n / FINEST)))
-        return saves(parts / FINEST)
+        """The choice that saves hardly more than is missing, if there is one. It lies between two neighbouring trade-offs:
+        the smallest share of the step takes the higher price."""
+        choices = self._choices
+        at = next((n for n, one in enumerate(choices) if self._saved_bytes(one) >= self.missing_bytes), 0)
+        if at > 0:
+            low, high = (one.price_s_per_byte for one in choices[at - 1 : at + 1])
+            saves = partial(self._chosen, low, high)
+            parts = bisect_left(
+                range(FINEST), self.missing_bytes, key=lambda n: self._saved_bytes(saves(n / FINEST))
+            )
+            yield saves(parts / FINEST)
 
     def _saved_bytes(self, choice: Choice) -> float:
         return self.all_bytes - choice.kept_bytes

@@ -1,9 +1,9 @@
-"""The trials of one search: a step's solutions on each mesh, the best plan so far, and the proven bounds.
+"""The trials of one search: a step's solutions on meshes, the best plan so far, and the proven bounds.
 
-A step is prepared once for all meshes and solved on each mesh without a cap. The fastest of these solutions that fits
-is the best plan so far, and every later trial must beat it. A mesh whose fastest solution does not fit is deferred: to
-solve it under the cap takes longer, and another step or mesh may be faster by then. The most promising mesh comes
-first; ties go to the first in order.
+A step is prepared once for all meshes. Each mesh has a lower bound, and the most promising ones are solved without a cap
+until a solution fits. This is the best plan so far, and every later trial must beat it. All other meshes are deferred: those
+that were not solved, and those whose fastest solution does not fit. To solve them under the cap takes longer, and another
+step or mesh may be faster by then.
 """
 
 import math
@@ -27,6 +27,7 @@ from autoshard.search.mesh_problem import (
     TooLargeError,
 )
 from autoshard.search.options import Options, Progress, candidate_shapes
+from autoshard.search.problem.folding import FoldedProgram
 from autoshard.search.problem.reshard import Resharder
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, SearchClock
@@ -39,24 +40,11 @@ UNCAPPED_SHARE = 0.1
 """Share of the time left that one mesh may take without a cap. Source: a choice of ours; most meshes take less, and a
 slow one may be easier under the cap."""
 
-ALIKE = 0.05
-"""Meshes whose lower bounds differ by less than this share count as equally promising. Source: a choice of ours; first
-bounds are not tight."""
-
-SURE_SHARE = 0.7
-"""Strategies whose peak in program order is below this share of the cap are taken to fit. Only the kernels of the best
-ones are simulated; if those do not fit, all are simulated. Source: a choice of ours; kernels seldom need 1.4 times as
-much, except for arrays that come from the host."""
-
 TURN_SHARE = 0.2
 """Share of the time left that one turn may take. Source: a choice of ours; five turns use up two thirds of the time."""
 
 LEAST_TURN_S = 2.0
 """Seconds that one turn may take in any case. Source: a choice of ours."""
-
-FINER_GAP = 0.01
-"""Certified gap of a warm-started solution on a mesh of three axes. Source: a choice of ours; half of it takes several
-times as long."""
 
 Sites = frozenset[Site]
 """Ops of the traced step."""
@@ -142,10 +130,10 @@ class Trials:
         self._nearest: dict[tuple[Step, frozenset[int]], Found] = {}
         self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
-    def of_form(self, step: Step, marks: Sequence[str], shapes: tuple[tuple[int, ...], ...]) -> "Trials":
-        """The trials of the step in another form, on some meshes. Both look for one plan, in one time."""
+    def of_form(self, step: Step, marks: Sequence[str]) -> "Trials":
+        """The trials of the step in another form. Both look for one plan, in one time."""
         other = Trials(step, marks, self.cluster, self.options, self.progress, self.clock)
-        other.shared, other.shapes = self.shared, shapes
+        other.shared = self.shared
         return other
 
     def under(self, options: Options, progress: Progress, shared: Shared | None = None) -> "Trials":
@@ -246,31 +234,14 @@ class Trials:
         self, step_problem: StepProblem, on_meshes: tuple[MeshProblem, ...], time_limit_s: float
     ) -> Baseline:
         """Looks for better plans of a step without extra recomputation, among its fastest strategies without a cap."""
-        before = self.best
-        surely_fits_bytes = 0.0 if step_problem.has_transfers else SURE_SHARE * self.options.memory_bytes
-        baseline = self._over(on_meshes, step_problem, time_limit_s, surely_fits_bytes)
-        if self.best is not before and self.best and not self.best.fits:
-            self.shared.best = before
-            baseline = self._over(on_meshes, step_problem, time_limit_s, 0.0)
-        self.watch.lap("solve")
-        return baseline
-
-    def _over(
-        self,
-        on_meshes: tuple[MeshProblem, ...],
-        step_problem: StepProblem,
-        time_limit_s: float,
-        surely_fits_bytes: float,
-    ) -> Baseline:
-        """Tries a baseline mesh by mesh. Strategies below `surely_fits_bytes` are taken to fit."""
         promised_s = {one.shape: one.promised_s(one.pinned(self.pins)) for one in on_meshes}
         self.watch.lap("solve")
-        deadline, sure_bytes = (
-            Deadline.after(time_limit_s, self.clock),
-            SURE_SHARE * self.options.memory_bytes,
-        )
-        in_order = _most_promising_first(on_meshes, promised_s)
-        uncapped, floors_s = self._without_cap(in_order, step_problem, deadline)
+        deadline = Deadline.after(time_limit_s, self.clock)
+        in_order = sorted(on_meshes, key=lambda one: promised_s[one.shape])
+        uncapped, proven_s = self._without_cap(in_order, step_problem, deadline)
+        floors_s = {
+            shape: max(bound_s, proven_s.get(shape, bound_s)) for shape, bound_s in promised_s.items()
+        }
         estimates_s = _estimates_s(uncapped, floors_s, promised_s)
         found, memory_bound, tried = list[Found](), list[UncappedSolution](), set[MeshProblem]()
         for one in uncapped:
@@ -278,14 +249,12 @@ class Trials:
             if not is_memory_bound and one.cost_s < self._cutoff_on(one.on_mesh):
                 tried.add(one.on_mesh)
                 known = Known(bound_s=floors_s[one.on_mesh.shape])
-                limit_s = deadline.left_s if one.peak_bytes < sure_bytes else turn_s(deadline)
-                _, is_memory_bound = self.improve(
-                    step_problem, one.on_mesh, limit_s, surely_fits_bytes, known
-                )
+                _, is_memory_bound = self.improve(step_problem, one.on_mesh, turn_s(deadline), known)
             memory_bound += [one] * is_memory_bound
             found += [self.best] if self.best and self.best is not before else []
         left = [one for one in on_meshes if one not in tried]
         deferred = tuple(sorted(left, key=lambda one: estimates_s[one.shape]))
+        self.watch.lap("solve")
         return Baseline(
             step_problem, on_meshes, tuple(memory_bound), deferred, tuple(found), floors_s, estimates_s
         )
@@ -293,10 +262,10 @@ class Trials:
     def _without_cap(
         self, on_meshes: Sequence[MeshProblem], step_problem: StepProblem, deadline: Deadline
     ) -> tuple[list[UncappedSolution], Bounds]:
-        """Good strategies on each mesh without a cap, the fastest first, and a lower bound for every mesh.
+        """Good strategies on meshes without a cap, the fastest first, and a lower bound for each of these meshes.
 
-        Meshes are tried in the given order. A mesh has no solution here if it is slower than the best plan or than another
-        solution.
+        Meshes are tried in the given order, until strategies keep to the cap. A mesh has no solution here if it is slower
+        than the best plan or than another solution.
         """
         uncapped: list[UncappedSolution] = []
         floors_s: dict[tuple[int, ...], float] = {}
@@ -313,6 +282,8 @@ class Trials:
             except NoFitError as e:
                 floors_s[shape] = e.bound_s
             self._prove(step_problem, shape, floors_s[shape])
+            if uncapped and self._is_within(uncapped[-1]):
+                break
         return sorted(uncapped, key=lambda one: one.cost_s), floors_s
 
     def _is_within(self, uncapped: UncappedSolution) -> bool:
@@ -326,14 +297,19 @@ class Trials:
 
     def made_ready(self, step: Step, hosted: frozenset[int] = frozenset()) -> StepProblem:
         """A step without extra recomputation, with some arguments in host memory, prepared for all meshes."""
-        step_problem = StepProblem.of(
-            step,
-            self.marks,
-            self.cluster.device,
-            hosted=hosted,
-            clock=self.clock,
-            updated=self._updated_there(step, hosted),
-        )
+        return self._prepared(step, hosted, self._updated_there(step, hosted))
+
+    def _prepared(
+        self,
+        step: Step,
+        hosted: frozenset[int],
+        updated: frozenset[int],
+        sites: Sites = frozenset(),
+        offloaded_sites: Sites = frozenset(),
+        known: FoldedProgram | None = None,
+    ) -> StepProblem:
+        given = step, self.marks, self.cluster.device, sites, hosted, offloaded_sites
+        step_problem = StepProblem.of(*given, known=known, clock=self.clock, updated=updated)
         self.watch.lap("graph")
         return step_problem
 
@@ -352,36 +328,15 @@ class Trials:
     def recomputing(self, baseline: StepProblem, sites: Sites, offloaded_sites: Sites) -> StepProblem:
         """The baseline's step with sites recomputed and residuals offloaded. It is prepared once while it is in use."""
         key = baseline, sites, offloaded_sites
-        step_problem = self._rewritten.get(key) or StepProblem.of(
-            baseline.traced,
-            self.marks,
-            self.cluster.device,
-            sites,
-            baseline.hosted,
-            offloaded_sites,
-            known=baseline.traced_program,
-            clock=self.clock,
-            updated=baseline.updated,
-        )
+        given, known = (baseline.traced, baseline.hosted, baseline.updated), baseline.traced_program
+        step_problem = self._rewritten.get(key) or self._prepared(*given, sites, offloaded_sites, known)
         self._rewritten[key] = step_problem
-        self.watch.lap("graph")
         return step_problem
 
     def updating_there(self, before: StepProblem, updated: frozenset[int]) -> StepProblem:
         """A prepared step whose host updates these arguments, which rest in its memory."""
-        step_problem = StepProblem.of(
-            before.traced,
-            self.marks,
-            self.cluster.device,
-            before.sites,
-            before.hosted,
-            before.offloaded_sites,
-            known=before.traced_program,
-            clock=self.clock,
-            updated=updated,
-        )
-        self.watch.lap("graph")
-        return step_problem
+        rewritten = before.sites, before.offloaded_sites, before.traced_program
+        return self._prepared(before.traced, before.hosted, updated, *rewritten)
 
     def put_on(self, step_problem: StepProblem, shape: tuple[int, ...]) -> MeshProblem:
         """The problem on a mesh. All trials share the resharding costs of a mesh."""
@@ -395,31 +350,21 @@ class Trials:
         step_problem: StepProblem,
         on_mesh: MeshProblem,
         time_limit_s: float,
-        surely_fits_bytes: float = 0.0,
         known: Known = UNKNOWN,
-        min_gain: float = 0.0,
     ) -> tuple[float, bool]:
         """Looks for a better plan on one mesh. Returns a lower bound on its plans that fit, and whether the step is
         memory-bound there.
-
-        With a warm start on a mesh of three axes, a larger gap is enough.
 
         Args:
           step_problem: the prepared step.
           on_mesh: its problem on the mesh.
           time_limit_s: seconds for the solver.
-          surely_fits_bytes: strategies below this peak are taken to fit.
           known: a warm start and a bound.
-          min_gain: share by which a plan must be faster than the best one.
         """
         limit_bytes = self.options.memory_bytes
-        is_near_enough = known.start is not None and on_mesh.shape not in self.shapes
-        gap = FINER_GAP if is_near_enough else RELATIVE_GAP
-        kept, cutoff_s = on_mesh.pinned(self.pins), (1 - min_gain) * self._cutoff_on(on_mesh)
+        kept, cutoff_s = on_mesh.pinned(self.pins), self._cutoff_on(on_mesh)
         try:
-            solution, device = on_mesh.fitting(
-                kept, limit_bytes, time_limit_s, cutoff_s, gap, surely_fits_bytes, known
-            )
+            solution, device = on_mesh.fitting(kept, limit_bytes, time_limit_s, cutoff_s, known=known)
             self.takes(Found(step_problem, on_mesh, solution.labels, limit_bytes, device))
             bound_s, is_memory_bound = solution.bound_s, bool(solution.stats.num_rows)
         except NoFitError as e:
@@ -443,17 +388,6 @@ class Trials:
         proven_s = self._proven_s.setdefault(step_problem, {})
         proven_s[shape] = max(bound_s, proven_s.get(shape, -math.inf))
         self.tried.proves(step_problem, shape, bound_s)
-
-
-def _most_promising_first(on_meshes: Sequence[MeshProblem], promised_s: Bounds) -> list[MeshProblem]:
-    """Orders meshes so that good solutions come early and cut off later meshes. Of equally promising meshes, the simplest
-    comes first."""
-    left, order = list(on_meshes), list[MeshProblem]()
-    while left:
-        most = (1 + ALIKE) * min(promised_s[one.shape] for one in left)
-        order.append(next(one for one in left if promised_s[one.shape] <= most))
-        left.remove(order[-1])
-    return order
 
 
 def _estimates_s(

@@ -339,21 +339,15 @@ def test_neighbours_come_after_all_others_that_promise_a_better_plan():
     assert search._most_promising() == (search, neighbour)
 
 
-@pytest.mark.parametrize(("more_s", "is_last"), [(0.2, False), (0.5, True)])
-def test_another_form_has_a_turn_by_its_estimate_or_after_all_others_that_promise_a_better_plan(
-    more_s, is_last
-):
-    search, taken, begun = queue(), [], []
+@pytest.mark.parametrize(("more_s", "has_turn"), [(0.2, True), (0.5, False), (-math.inf, True)])
+def test_another_form_has_a_turn_if_its_estimate_is_below_the_best_plan(more_s, has_turn):
+    search, begun = queue(), []
     first = solved(search, {(8, 8): 0.5, (64,): 0.7}).baseline
-    form = OfForm(search.trials, first, SimpleNamespace(more_s=more_s), begun.append)
+    form = OfForm(first, SimpleNamespace(more_s=more_s), begun.append)
     assert form.estimate_s == pytest.approx(0.5 + more_s)
-    search.trials.shared.best = plan(1.0)
-    assert form.estimate_s < search.trials.least_s
-    other = Fake(search, taken, "other", 0.9)
-    search.open = [form, other]
-    assert search._most_promising() == (search, other if is_last else form)
-    search.open.remove(other)
-    assert search._most_promising() == (search, form)
+    search.trials.shared.best = plan(0.9)
+    search.open = [form]
+    assert search._most_promising() == ((search, form) if has_turn else None)
     assert not form.take(1.0)
     assert begun == [form.form]
 
