@@ -41,8 +41,8 @@ from autoshard.search.space.warm_starts import for_finer_mesh, for_rewritten_ste
 LOOPS_MARGIN = 0.03
 """Largest relative error of a loop's recomputation estimate. Source: an LSTM whose estimates are 2 to 3% too high."""
 
-STACKING_PASSES = 5
-"""Largest number of passes through memory that stacking a loop's residual takes. Source: `search.memory.passes`."""
+RESIDUAL_PASSES = 5
+"""Largest number of passes through memory that a residual takes, if a loop stacks it. Source: `search.memory.passes`."""
 
 AGAIN = 1.25
 """Multiple of its estimate at which a rewrite has another turn, if the turn before it found nothing in time. Source: a
@@ -214,11 +214,9 @@ class SolvedVariant:
             return known
         return replace(known, start=for_finer_mesh(before, self.fastest.labels, on_mesh))
 
-    def stacking_s(self, num_bytes: float) -> float:
-        """Seconds to stack residuals of loops, at most."""
-        if not self.has_loops:
-            return 0.0
-        return STACKING_PASSES * pass_s_per_byte(self.trials.cluster.device) * num_bytes
+    def residuals_s(self, num_bytes: float) -> float:
+        """Seconds to write and read residuals, at most: recomputation may save them though memory is plenty."""
+        return RESIDUAL_PASSES * pass_s_per_byte(self.trials.cluster.device) * num_bytes
 
     def missed(self, rewrite: "OfRewrite", missed_bytes: float) -> None:
         """Notes by how many bytes a rewrite missed the cap.
@@ -269,11 +267,11 @@ class OnMesh:
 
     @property
     def estimate_s(self) -> float:
-        """Seconds without a cap, and those that rewrites add."""
+        """Seconds without a cap, and those that rewrites add, at the least."""
         relief_s = self.solved.relief_s(self.uncapped)
         if self.uncapped is None:
             return self.solved.promised_s(self.shape) + relief_s
-        return self.uncapped.cost_s + relief_s - self.solved.stacking_s(self.uncapped.peak_bytes)
+        return self.uncapped.cost_s + relief_s - self.solved.residuals_s(self.uncapped.peak_bytes)
 
     @property
     def least_bytes(self) -> float:
@@ -348,8 +346,8 @@ class OfRewrite:
             return self.later_s
         if is_too_little or self.rewrite.cost_s == math.inf or not solved.seems_to_fit(self):
             return math.inf
-        stacking_s = solved.stacking_s(self.rewrite.saved_bytes)
-        error_s = min(LOOPS_MARGIN * solved.trials.cutoff_s, stacking_s) if stacking_s else 0.0
+        error_s = solved.residuals_s(self.rewrite.saved_bytes) if solved.has_loops else 0.0
+        error_s = min(LOOPS_MARGIN * solved.trials.cutoff_s, error_s) if error_s else 0.0
         return self.rewrite.cost_s + self.mesh.error_s_per_byte * self._missing_bytes - error_s
 
     @property

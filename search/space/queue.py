@@ -28,7 +28,6 @@ from autoshard.cost_model.meshes import finer_shapes
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.memory.host_updates import host_updates, least_copy_s, least_update_s, updatable
 from autoshard.search.memory.microbatches import batch_divisors, microbatched
-from autoshard.search.memory.residuals import has_loops
 from autoshard.search.mesh_problem import ROUNDING, MeshProblem, StepProblem
 from autoshard.search.options import LATEST, OFFLOADED, Options, Progress, named_axes
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
@@ -365,10 +364,10 @@ class Queue:
     ) -> list[Candidate]:
         """The meshes on which a solved variant may have a better plan, others included on which it was not solved."""
         uncapped = [one for one in baseline.uncapped if one.cost_s < self.trials.least_s]
-        if has_loops(baseline.step_problem.step):  # recomputation may make plans that fit faster
-            uncapped += [
-                one for one in _fitting(baseline) if one.on_mesh not in {u.on_mesh for u in uncapped}
-            ]
+        seen = {one.on_mesh for one in uncapped}
+        uncapped += [
+            one for one in _fitting(baseline) if one.on_mesh not in seen
+        ]  # recomputation may be faster
         fastest = min(
             (*uncapped, *baseline.uncapped, *_fitting(baseline)), key=lambda one: one.cost_s, default=None
         )

@@ -9,9 +9,8 @@ with real prices, kernels and peaks (`search.space.queue`).
 Residuals that stay may be offloaded to the host (`search.memory.offload`). For each selection of recomputed ops, as
 many residuals are offloaded as exceed the device's memory.
 
-A loop writes and reads the residuals that it stacks. To recompute them may be faster, even if memory is plenty, so a
-step with loops is always estimated. Any other step that recomputes does all that its baseline does, so a mesh on which
-the uncapped baseline is too slow needs no estimate.
+Residuals are written and read. To recompute them may be faster, even if memory is plenty, so that the fastest strategies
+of a step are always estimated.
 """
 
 from bisect import bisect_left

@@ -17,7 +17,7 @@ from autoshard.executors.jit import build
 from autoshard.search import driver
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.copies import SCOPE
-from autoshard.search.mesh_problem import NO_CAP, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, MeshProblem, StepProblem
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.retention import RetentionCodec
@@ -311,11 +311,12 @@ def gelus_found():
 
 
 def test_what_is_faster_for_recomputing_is_certified_by_itself():
-    """Bounds on plans that keep everything are above it."""
+    """Bounds on plans that keep everything are above it. It is found without a cap, too."""
     plenty, tight, _ = gelus_found()
-    assert num_recomputed(plenty) == 0 < num_recomputed(tight)
-    assert cost_s(tight) < cost_s(plenty)
-    assert -np.inf < tight.bound_s <= cost_s(tight)
+    for found in (plenty, tight):
+        assert num_recomputed(found) > 0
+        assert -np.inf < found.bound_s <= cost_s(found)
+    assert cost_s(plenty) <= cost_s(tight) / (1 - RELATIVE_GAP)
 
 
 def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomputed(monkeypatch):
