@@ -107,7 +107,7 @@ class OfForm:
       first: the undivided step in the first form, solved without a cap.
       form: the other form.
       begin: begins the search for it.
-      least_bytes: nothing is known of its memory, so that it comes first among candidates of small memory.
+      least_bytes: zero, because nothing is known of its memory. It comes first among candidates of small memory.
     """
 
     first: Baseline
@@ -215,7 +215,8 @@ class SolvedVariant:
         return replace(known, start=for_finer_mesh(before, self.fastest.labels, on_mesh))
 
     def residuals_s(self, num_bytes: float) -> float:
-        """Seconds to write and read residuals, at most: recomputation may save them though memory is plenty."""
+        """Seconds to write and read residuals of so many bytes, at most. Recomputation may save them though memory is
+        plenty."""
         return RESIDUAL_PASSES * pass_s_per_byte(self.trials.cluster.device) * num_bytes
 
     def missed(self, rewrite: "OfRewrite", missed_bytes: float) -> None:
@@ -243,7 +244,7 @@ class SolvedVariant:
 
 @dataclass(eq=False)
 class OnMesh:
-    """A variant on a mesh where memory is short, or where loops may be faster with recomputation.
+    """A variant on a mesh where memory is short, where it was not solved, or where recomputation may be faster.
 
     Attributes:
       solved: the variant, solved without a cap on some mesh.
@@ -346,8 +347,8 @@ class OfRewrite:
             return self.later_s
         if is_too_little or self.rewrite.cost_s == math.inf or not solved.seems_to_fit(self):
             return math.inf
-        error_s = solved.residuals_s(self.rewrite.saved_bytes) if solved.has_loops else 0.0
-        error_s = min(LOOPS_MARGIN * solved.trials.cutoff_s, error_s) if error_s else 0.0
+        most_s = solved.residuals_s(self.rewrite.saved_bytes) if solved.has_loops else 0.0
+        error_s = min(LOOPS_MARGIN * solved.trials.cutoff_s, most_s)
         return self.rewrite.cost_s + self.mesh.error_s_per_byte * self._missing_bytes - error_s
 
     @property

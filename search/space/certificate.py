@@ -1,7 +1,8 @@
 """Lower bounds on the plans of one step, by mesh.
 
-A rewritten step computes all that the baseline computes, so the bounds of uncapped baselines hold for it, too. Loops are
-the exception: to recompute may be faster than to stack residuals, and the bounds fall by the estimated gain.
+A rewritten step computes all that the baseline computes, so the bounds of uncapped baselines hold for it, too. There is one
+exception: to recompute a residual may be faster than to write and read it. Then the bounds fall by the estimated gain, and
+in steps with loops only a step's own bounds count.
 """
 
 import math

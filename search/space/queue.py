@@ -4,8 +4,8 @@ A candidate is a set of plans that is not searched yet. There are three kinds, e
 
 1. A *variant* of the step: its number of microbatches, and the arguments in host memory. When its turn comes, it is
    solved without a cap, first on the mesh that promises most. Strategies that fit are a plan.
-2. A *mesh* of a variant, on which the fastest strategies do not fit. In its turns it gets a bound under the cap, and minimum
-   cuts select ops to recompute and residuals to offload, at several prices of memory.
+2. A *mesh* of a variant. In its turns it is solved without a cap, gets a bound under the cap, and minimum cuts select ops to
+   recompute and residuals to offload, at several prices of memory. Recomputation may also make a plan that fits faster.
 3. A *rewrite*: one of these selections, or none. When its turn comes, the step is rewritten and solved under the cap, and
    its kernels are simulated. If they fit, that is a plan. A search that needs more time goes on in a later turn.
 
@@ -362,12 +362,11 @@ class Queue:
         before: Found | None,
         others: Sequence[MeshProblem] = (),
     ) -> list[Candidate]:
-        """The meshes on which a solved variant may have a better plan, others included on which it was not solved."""
+        """The meshes on which a solved variant may have a better plan: with recomputation those where it fits, too, and
+        others on which it was not solved."""
         uncapped = [one for one in baseline.uncapped if one.cost_s < self.trials.least_s]
-        seen = {one.on_mesh for one in uncapped}
-        uncapped += [
-            one for one in _fitting(baseline) if one.on_mesh not in seen
-        ]  # recomputation may be faster
+        memory_bound = {one.on_mesh for one in uncapped}
+        uncapped += [one for one in _fitting(baseline) if one.on_mesh not in memory_bound]
         fastest = min(
             (*uncapped, *baseline.uncapped, *_fitting(baseline)), key=lambda one: one.cost_s, default=None
         )
