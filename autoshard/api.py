@@ -32,7 +32,6 @@ from autoshard.options import IN_DOUBT, Options, among
 from autoshard.parallelized import Parallelized
 from autoshard.pins import Pins, Rested
 from autoshard.progress import Progress, narrated
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import step_name
 from autoshard.search.pipeline.pipeline_plan import Pipeline
@@ -40,6 +39,7 @@ from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.explained import Explanation
 from autoshard.search.plan.explained_pipeline import PipelineExplanation
 from autoshard.search.plan.plan import Plan
+from autoshard.search.result import SearchResult
 from autoshard.tracebacks import boundary
 from autoshard.traces.comparison import TraceComparison, compared
 from autoshard.verification import judge

@@ -32,11 +32,11 @@ from autoshard.limits import Trial, next_limit
 from autoshard.options import ALWAYS, NEVER, Options
 from autoshard.progress import Progress
 from autoshard.search import driver
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.options import Options as SearchOptions
 from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.plan.peak_band import compiled, may_exceed
+from autoshard.search.result import SearchResult
 from autoshard.time_share import MAX_ROUNDS, TimeShare
 from autoshard.user_warning import warn
 from autoshard.verification.extrapolation import is_long

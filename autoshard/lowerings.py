@@ -15,7 +15,6 @@ from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.executors import jit, spmd
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_program import PipelineProgram
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.pipeline import planning as mpmd_planning
 from autoshard.search.pipeline import spmd_planning
@@ -23,6 +22,7 @@ from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.executors import JIT, MPMD, SPMD
 from autoshard.search.plan.plan import Plan
+from autoshard.search.result import SearchResult
 from autoshard.verification import pipeline_judge
 from autoshard.verification.judge import CompilerVerifier, Proof
 

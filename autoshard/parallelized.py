@@ -46,7 +46,6 @@ from autoshard.options import Options
 from autoshard.pins import ANYWHERE, Rested, as_in, resting_like
 from autoshard.processes import Processes
 from autoshard.progress import Progress, narrated
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import step_name
@@ -55,6 +54,7 @@ from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.text_table import plural
+from autoshard.search.result import SearchResult
 from autoshard.signatures import BySignature, format_type, is_for, static_of, type_of
 from autoshard.signatures import signature as signature_of
 from autoshard.tracebacks import boundary

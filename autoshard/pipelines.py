@@ -24,7 +24,6 @@ from autoshard.pipeline_request import across_kinds, allowed_executor, are_allow
 from autoshard.processes import ALONE, Processes
 from autoshard.programs import Built
 from autoshard.progress import Progress
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, LATEST
 from autoshard.search.pipeline import planning as pipelines
@@ -40,6 +39,7 @@ from autoshard.search.pipeline.spmd_search import SpmdSearch
 from autoshard.search.pipeline.step_work import StepWork
 from autoshard.search.plan.executors import JIT, MPMD, SPMD
 from autoshard.search.plan.plan import Plan
+from autoshard.search.result import SearchResult
 from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock, WorkClock
 from autoshard.user_warning import warn
 

@@ -17,7 +17,7 @@ from autoshard.cost_model.units import format_bytes, parse_bytes
 from autoshard.cost_model.xla.gpu_targets import NEWEST, compute_capability
 from autoshard.options import Options
 from autoshard.pins import ANYWHERE, PinnedLayout, allowed, pinned
-from autoshard.search import driver, explanation
+from autoshard.search import applying, driver, explanation
 from autoshard.search.ir._jax_kernels import Target, cudnn_for
 from autoshard.search.ir.factors.attention import RULES as ATTENTION
 from autoshard.search.ir.graph import Op, Step, walk
@@ -33,6 +33,7 @@ from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.text_table import few
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.op_rules import primitives_without_rule
+from autoshard.search.result import SearchResult
 from autoshard.search.space.host_arguments import HostArguments
 from autoshard.user_warning import warn
 
@@ -247,7 +248,7 @@ def limit_bytes(cluster: AnyCluster, asked: Options) -> int:
 
 def find(
     step: Step, cluster: Cluster, options: SearchOptions, progress: Callable[[str], None] = lambda line: None
-) -> driver.SearchResult:
+) -> SearchResult:
     """Searches for the fastest plan that fits."""
     try:
         return driver.find(step, cluster, options, progress)
@@ -303,12 +304,12 @@ def cluster(plan: Plan, place: str) -> Cluster:
     return found
 
 
-def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
+def applied(step: Step, plan: Plan, place: str) -> SearchResult:
     """Applies a given plan to its step."""
     there = cluster(plan, place)
     with faults_of(plan, place):
         _check_cap(plan.memory_bytes, there, f"{place}: memory_bytes {plan.memory_bytes}")
-        found = driver.apply(step, plan, there, place)
+        found = applying.apply(step, plan, there, place)
     if found.anew:
         warn(_change_of_estimates(plan, found, place))
     return replace(found, plan=compiled_as(found.plan, plan))
@@ -350,7 +351,7 @@ def faults_of(plan: Plan, place: str) -> Generator[None]:
 def choices(step: Step, plan: Plan, name: str, place: str) -> tuple[str, ...]:
     """The possible values of the plan's decision with this name."""
     try:
-        return driver.choices(step, plan, cluster(plan, place), name, place)
+        return applying.choices(step, plan, cluster(plan, place), name, place)
     except InputError as e:
         raise PlanError(str(e)) from e
 
@@ -360,7 +361,7 @@ def explained(step: Step, plan: Plan, name: str, place: str) -> Explanation:
     return explanation.explain(applied(step, plan, place), name, place)
 
 
-def _change_of_estimates(plan: Plan, found: driver.SearchResult, place: str) -> str:
+def _change_of_estimates(plan: Plan, found: SearchResult, place: str) -> str:
     """The warning that names hand-made edits and the decisions that contradicted them."""
     edits = few([name for _, name in plan.edited]) or "its arguments"
     return f"{place}: what contradicts {edits}, as edited by hand, is decided anew: {few(found.anew)}"

@@ -29,13 +29,13 @@ from autoshard.executors.pipeline_program import PipelineProgram
 from autoshard.options import NEVER, Options
 from autoshard.processes import Processes
 from autoshard.progress import Progress
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import Options as SearchOptions
 from autoshard.search.pipeline.pipeline_plan import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.plan import Plan
+from autoshard.search.result import SearchResult
 from autoshard.time_share import TimeShare
 from autoshard.verification import judge
 from autoshard.verification.result import Verification

@@ -32,10 +32,10 @@ from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.options import Options as UserOptions
 from autoshard.progress import Progress
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace_call
 from autoshard.search.options import Options
+from autoshard.search.result import SearchResult
 from benchmarks.unseen_models import UNSEEN
 
 

@@ -17,10 +17,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from autoshard.cost_model.errors import InfeasibleError, first_line
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search import driver
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
+from autoshard.search.result import SearchResult
 from benchmarks import experts
 from tests.zoo import Case, make_evoformer, make_gpt_linen, make_moe, make_resnet, make_t5
 

@@ -27,7 +27,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.units import format_seconds
-from autoshard.search import driver
+from autoshard.search import applying, driver
 from autoshard.search.explanation import explain
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import read_partition_spec
@@ -95,7 +95,7 @@ def rows_of(model: str, cluster: Cluster, num_draws: int, is_telling: bool) -> I
     case = (LARGE.get(model) or MAKERS[model])()
     step = trace(case.step, *case.abstract_args())
     plan = _searched(step, cluster, None, {})
-    applied = driver.apply(step, plan, cluster)
+    applied = applying.apply(step, plan, cluster)
     names = applied.on_mesh.codec.names
     values = [step.graph.values[v] for v in step.graph.inputs]
     sizes = {one.name: v.num_bytes for one, v in zip(step.arguments, values, strict=True)}

@@ -30,12 +30,12 @@ from autoshard.cost_model.xla.hlo import HloCollective
 from autoshard.cost_model.xla.process import Compiler, compile_apart
 from autoshard.executors.jit import build
 from autoshard.search import driver
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.problem.reshard import SLICE
 from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.streams import CONTENTION
+from autoshard.search.result import SearchResult
 from benchmarks.compiled_schedule import End, HloKernel, Loop, Schedule, Start, schedule
 from benchmarks.experts import experts, head, line, pins
 from tests.zoo import (

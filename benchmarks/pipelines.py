@@ -35,10 +35,10 @@ from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.units import format_mesh
 from autoshard.options import NEVER, Options
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.plan.plan import Plan
+from autoshard.search.result import SearchResult
 from benchmarks.experts import head, line, standing
 from tests.zoo.megatron import make_megatron
 

@@ -20,11 +20,11 @@ from autoshard.cost_model.errors import AutoshardError, InfeasibleError
 from autoshard.cost_model.units import parse_bytes
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.search import driver
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace_call
 from autoshard.search.options import Options, Progress
 from autoshard.search.problem.flat_program import flatten
+from autoshard.search.result import SearchResult
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.judge import CompilerVerifier
 from tests.zoo import Case

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost_model.cluster import Cluster
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Site
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.memory.loop_segments import cut_loop
@@ -37,6 +36,7 @@ from autoshard.search.plan.explained import (
 )
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.result import SearchResult
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.space.rewrites import HIDING_SHARE, VISIBLE_SHARE
 

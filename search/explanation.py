@@ -22,7 +22,6 @@ import numpy as np
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.units import format_bytes
-from autoshard.search.driver import SearchResult
 from autoshard.search.explained_memory import MemoryPrices, pinned
 from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, MeshProblem
 from autoshard.search.plan.estimates import estimate
@@ -36,6 +35,7 @@ from autoshard.search.plan.explained import (
     Explanation,
 )
 from autoshard.search.plan.values import Estimates
+from autoshard.search.result import SearchResult
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.pbqp import Labels, Problem
 from autoshard.search.space.found import Found

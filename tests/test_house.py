@@ -72,6 +72,8 @@ MAY_IMPORT = {
     ),
     "autoshard.search": UP_TO_PLANS,
     "autoshard.search.space": ("autoshard.cost_model", "autoshard.search"),
+    "autoshard.search.result": ("autoshard.cost_model", "autoshard.search"),
+    "autoshard.search.applying": ("autoshard.cost_model", "autoshard.search"),
     "autoshard.search.driver": ("autoshard.cost_model", "autoshard.search"),
     "autoshard.search.explained_memory": ("autoshard.cost_model", "autoshard.search"),
     "autoshard.search.explanation": ("autoshard.cost_model", "autoshard.search"),

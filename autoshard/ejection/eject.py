@@ -28,11 +28,11 @@ from autoshard.ejection.written import PrintedProgram
 from autoshard.executors.jit import Program
 from autoshard.options import ALWAYS, NEVER
 from autoshard.progress import Progress
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.sharding import OperandReshard, StepSharding
 from autoshard.search.ir.spec import partition_spec
 from autoshard.search.plan.plan import Plan
+from autoshard.search.result import SearchResult
 from autoshard.verification.records import Footprint, Moved
 
 WRAPPER, WRITTEN, SHARDINGS = "wrapper", "written", "shardings"

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoshard.cost_model.xla.stats import CompiledStats, Traffic
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.result import SearchResult
 from autoshard.verification.omitted_memory import omitted_bytes
 from autoshard.verification.records import Extent
 from autoshard.verification.shorten import NotShortened, ShortPrograms, shorten

@@ -24,9 +24,9 @@ from autoshard.cost_model.xla.process import Compiler, compile_apart
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors import jit
 from autoshard.executors.jit import Program
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step, walk
+from autoshard.search.result import SearchResult
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification.extrapolation import extrapolated, is_long, kept_blocks, omitted, to_compile
 from autoshard.verification.pipeline_result import PipelineVerification

@@ -6,7 +6,7 @@ from the proposal, and their memory and collectives from their kernels. `Pipelin
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from autoshard.cost_model.cluster import Cluster
@@ -214,7 +214,7 @@ def _estimates(found: Proposal, taken: _Stages) -> Estimates:
             residual_bytes=round(stage.cost.residual_bytes),
             state_bytes=round(stage.state_bytes),
             workspace_bytes=round(stage.workspace_bytes),
-            peak_bytes=round(taken.peak_bytes[n]),
+            peak_bytes=ceil(taken.peak_bytes[n]),
             host_bytes=round(taken.host_bytes[n]),
             collectives=taken.collectives[n],
         )

@@ -6,7 +6,7 @@ The devices of a replica share the work as a solution for the whole step decides
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError, PlanError
@@ -143,7 +143,7 @@ def _estimates(found: SpmdProposal, memory_bytes: int) -> Estimates:
         update_s=costs.once_s,
         residual_bytes=round(memory.residual_bytes),
         state_bytes=round(memory.resting_bytes),
-        peak_bytes=round(memory.peak_bytes),
+        peak_bytes=ceil(memory.peak_bytes),
     )
     return Estimates(
         step_s=found.step_s,

@@ -5,6 +5,7 @@ of one device's kernels.
 """
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 from autoshard.search.device.prediction import Prediction
 from autoshard.search.ir.spec import AXIS_NAMES
@@ -43,7 +44,7 @@ def estimate(
         recompute_s=_recompute_s(costed, device),
         transfer_s=transfer_s,
         hidden_s=hidden_s,
-        peak_bytes=round(device.peak.num_bytes),
+        peak_bytes=ceil(device.peak.num_bytes),
         host_bytes=round(host_bytes),
         residents={r.value: round(b) for r, b in device.peak.residents},
         peak_at=where(costed, device.peak.position),

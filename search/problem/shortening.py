@@ -8,10 +8,10 @@ a residual may be recomputed in some layers and kept in others, and so that the 
 and the last.
 """
 
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 
 from autoshard.search.ir.graph import Equivalence, Step
 from autoshard.search.ir.sharding import StepSharding
@@ -20,13 +20,10 @@ from autoshard.search.problem.cut import BlockCut
 from autoshard.search.problem.likeness import Likeness, UnlikeError
 
 NUM_REPRESENTATIVES = 4
-"""Number of blocks that are kept among a stack's blocks of one structure. Source: a choice of ours."""
+"""Largest number of blocks that are kept among a stack's blocks of one structure. Source: a choice of ours."""
 
-MIN_SAVED = 4
-"""Smallest number of blocks left out of a stack for it to be shortened. Source: a choice of ours."""
-
-MIN_BLOCKS = NUM_REPRESENTATIVES + MIN_SAVED + 4
-"""Smallest stack that is shortened: the blocks at its ends stand for themselves."""
+MIN_RUN = 2
+"""Smallest number of blocks for which one stands. Source: a choice of ours."""
 
 _NO_SHARDING = StepSharding((), (), {}, {})
 
@@ -60,7 +57,7 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
       marks: per argument, a mark; arguments with different marks do not correspond.
     """
     blocks = find_blocks(step)
-    if all(len(stack) < MIN_BLOCKS for stack in blocks.stacks):
+    if not blocks.stacks:
         return None
     likeness = Likeness(step, _NO_SHARDING, blocks, marks)
     runs = [
@@ -78,12 +75,19 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
 
 
 def _runs(alike: Sequence[int]) -> list[Sequence[int]]:
-    """Blocks in one run for each representative; no runs where they save little."""
+    """Consecutive blocks in one run for each representative, and in more where others lie between them; none if there were
+    but one."""
     within = alike[1:-1]
-    if len(within) < NUM_REPRESENTATIVES + MIN_SAVED:
-        return []
-    ends = [len(within) * n // NUM_REPRESENTATIVES for n in range(NUM_REPRESENTATIVES + 1)]
-    return [within[start:end] for start, end in pairwise(ends)]
+    num = min(NUM_REPRESENTATIVES, len(within) // MIN_RUN)
+    ends = [len(within) * n // num for n in range(num + 1)] if num > 1 else []
+    parts = (within[start:end] for start, end in pairwise(ends))
+    return [run for part in parts for run in _consecutive(part) if len(run) > 1]
+
+
+def _consecutive(blocks: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The blocks, split where others lie between them."""
+    for _, run in groupby(enumerate(blocks), key=lambda one: one[1] - one[0]):
+        yield [block for _, block in run]
 
 
 class _Labelling:

@@ -5,8 +5,8 @@ save the rest. The estimate takes a lower bound on their time. A result that is 
 its error for each of these bytes: half of the way, because neighbouring estimates differ by less than their error. A plan
 that is faster than its corrected estimate lowers them again.
 
-A rewrite that misses the cap rules out others that save little more. The margin doubles with each miss. The rewrite that
-saves most has a turn in any case.
+If a rewrite misses the cap before there is a plan, others have to save as many bytes more. The one that saves most has a
+turn in any case.
 """
 
 import math
@@ -141,10 +141,8 @@ class SolvedVariant:
       others: the meshes on which it was not solved.
       rewrites: its rewrites, on all meshes that were estimated.
       is_estimated: whether rewrites were estimated on some mesh.
-      enough_bytes: bytes that a rewrite should save beyond those that are missing.
+      enough_bytes: bytes beyond those that are missing that a rewrite should save, by the misses so far.
       has_missed: whether other variants know that it has no better plan.
-      num_missed: number of rewrites that missed the cap.
-      most_missed_bytes: the most bytes beyond those that are missing that such a rewrite saved, by whether it offloads.
     """
 
     trials: Trials
@@ -159,8 +157,6 @@ class SolvedVariant:
     is_estimated: bool = False
     enough_bytes: float = -math.inf
     has_missed: bool = False
-    num_missed: int = 0
-    most_missed_bytes: dict[bool, float] = field(default_factory=dict[bool, float])
 
     def is_of(self, step_problem: StepProblem) -> bool:
         """True if a step is the variant or a rewrite of it."""
@@ -219,27 +215,9 @@ class SolvedVariant:
         plenty."""
         return RESIDUAL_PASSES * pass_s_per_byte(self.trials.cluster.device) * num_bytes
 
-    def missed(self, rewrite: "OfRewrite", missed_bytes: float) -> None:
-        """Notes by how many bytes a rewrite missed the cap.
-
-        The next rewrite must save as many bytes more after the first miss, and twice, four times as many after later ones,
-        because a plan may need fewer bytes less than its rewrite saves more.
-        """
-        wanted_bytes = rewrite.spare_bytes + 2**self.num_missed * missed_bytes
-        self.enough_bytes, self.num_missed = max(self.enough_bytes, wanted_bytes), self.num_missed + 1
-        offloads = rewrite.rewrite.offloads
-        before_bytes = self.most_missed_bytes.get(offloads, -math.inf)
-        self.most_missed_bytes[offloads] = max(rewrite.spare_bytes, before_bytes)
-
     def seems_to_fit(self, rewrite: "OfRewrite") -> bool:
-        """True if a rewrite saves enough to keep to the cap, by the misses so far, or if none of its kind saves more and
-        none that saves as much has missed."""
-        if rewrite.spare_bytes >= self.enough_bytes:
-            return True
-        offloads = rewrite.rewrite.offloads
-        kin = (one.spare_bytes for one in self.rewrites if one.rewrite.offloads == offloads)
-        most_bytes = max(kin, default=math.inf)
-        return rewrite.spare_bytes >= most_bytes > self.most_missed_bytes.get(offloads, -math.inf)
+        """True if a rewrite saves enough to keep to the cap, by the misses so far, or if none saves more."""
+        return rewrite.spare_bytes >= min(self.enough_bytes, self.most_bytes)
 
 
 @dataclass(eq=False)
@@ -339,6 +317,12 @@ class OfRewrite:
         return self.rewrite.saved_bytes - self.mesh.missing_bytes
 
     @property
+    def saves_enough(self) -> bool:
+        """True if the fastest strategies seem to keep to the cap with this rewrite, and were not tried yet."""
+        enough_bytes = max(0.0, self.mesh.solved.enough_bytes)
+        return not self.num_turns and self.spare_bytes >= enough_bytes and self.estimate_s < math.inf
+
+    @property
     def estimate_s(self) -> float:
         """The estimate as corrected by results on the mesh. The stacking of a loop's residuals is estimated too high."""
         solved = self.mesh.solved
@@ -372,7 +356,7 @@ class OfRewrite:
     def take(self, limit_s: float) -> Iterable[Candidate]:
         """Every further turn takes twice as long, because the search goes on where it ended. A search that ended before its
         time has no further turn; one whose strategies needed more than the cap has one."""
-        trials = self.mesh.solved.trials
+        solved, trials = self.mesh.solved, self.mesh.solved.trials
         before, cutoff_s, estimate_s = trials.best, trials.cutoff_s, self.estimate_s
         limit_s = 2**self.num_turns * limit_s
         early = Deadline.after(FIRST_SHARE * limit_s, trials.clock)
@@ -385,26 +369,16 @@ class OfRewrite:
             self._correct(max(bound_s, cutoff_s, estimate_s))
         missed_bytes = trials.needed_bytes(step_problem) - trials.options.memory_bytes
         is_too_large = 0 < missed_bytes < math.inf
-        if is_too_large:
-            self._needs_more(missed_bytes, is_proven=bound_s == math.inf)
-        else:
-            self._needs_time(AGAIN * max(estimate_s, bound_s))
+        self.later_s = math.inf if is_too_large else AGAIN * max(estimate_s, bound_s)
+        if is_too_large and bound_s == math.inf:
+            self.mesh.least_spare_bytes = max(self.mesh.least_spare_bytes, self.spare_bytes + missed_bytes)
+        if (
+            trials.best is None and self.num_turns == 1
+        ):  # with a plan, only faster ones are known to miss the cap
+            missed_bytes = missed_bytes if is_too_large else MISSES_BY * trials.options.memory_bytes
+            solved.enough_bytes = max(solved.enough_bytes, self.spare_bytes + missed_bytes)
         has_turns_left = self.num_turns == 1 if is_too_large else early.is_over
         return [self] if bound_s < math.inf and has_turns_left else []
-
-    def _needs_more(self, missed_bytes: float, *, is_proven: bool) -> None:
-        """Notes that the rewrite needs so much more than the cap, as found or as proven."""
-        self.later_s = math.inf
-        self.mesh.solved.missed(self, missed_bytes)
-        if is_proven:
-            self.mesh.least_spare_bytes = max(self.mesh.least_spare_bytes, self.spare_bytes + missed_bytes)
-
-    def _needs_time(self, later_s: float) -> None:
-        """Notes that nothing was found in time. The first time, if there is no plan, the rewrite is taken to need more than
-        the cap."""
-        self.later_s = later_s
-        if self.num_turns == 1 and self.mesh.solved.trials.best is None:
-            self.mesh.solved.missed(self, MISSES_BY * self.mesh.solved.trials.options.memory_bytes)
 
     @cached_property
     def _problem(self) -> tuple[StepProblem, MeshProblem]:

@@ -46,7 +46,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Found(PlanOnStep):
-    """As much of `driver.SearchResult` as the loop reads."""
+    """As much of `SearchResult` as the loop reads."""
 
     bound_s: float = 0.0
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.executors.jit import build
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace_call
+from autoshard.search.result import SearchResult
 from tests.zoo import Case
 
 NOISE = 1e-12

@@ -10,7 +10,6 @@ import numpy as np
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search import driver
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.mesh_problem import MeshProblem, StepProblem
@@ -20,6 +19,7 @@ from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.shardings import step_sharding
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.strategies import CopySource
+from autoshard.search.result import SearchResult
 from autoshard.search.solver import branch_and_bound
 from autoshard.search.solver.clock import Deadline, WorkClock
 

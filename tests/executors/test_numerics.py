@@ -14,13 +14,13 @@ import optax
 import pytest
 
 from autoshard.executors.jit import build
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Graph, Phase, Site, Step
 from autoshard.search.ir.spec import PARTIAL, Spec
 from autoshard.search.memory import offload
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.memory.recompute import recomputed
 from autoshard.search.problem.reshard_paths import ReshardPaths
+from autoshard.search.result import SearchResult
 from tests import zoo
 from tests.executors import plans
 from tests.executors.agreement import Reference, assert_equal

@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 import jax
 
 import autoshard
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
+from autoshard.search.result import SearchResult
 from tests.executors import plans
 from tests.executors.agreement import Reference, assert_equal
 from tests.zoo.drawn import Dice, Drawn, draw_step

@@ -18,13 +18,13 @@ from autoshard.cost_model.xla.process import Compiler, compile_apart
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors.jit import build
 from autoshard.search import driver
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
+from autoshard.search.result import SearchResult
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
 from tests.zoo import (

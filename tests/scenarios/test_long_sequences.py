@@ -12,7 +12,8 @@ from functools import cache
 import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search.driver import apply, find
+from autoshard.search.applying import apply
+from autoshard.search.driver import find
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.options import Options

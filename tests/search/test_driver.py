@@ -17,14 +17,14 @@ from jax.sharding import PartitionSpec as P
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search import driver
+from autoshard.search import applying, driver
 from autoshard.search.device.prediction import Prediction
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import RELATIVE_GAP, StepProblem
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, Options
 from autoshard.search.plan.plan import Plan, Sharding
+from autoshard.search.result import SearchResult
 from autoshard.search.solver import clock
 from autoshard.search.solver.clock import WorkClock
 from tests.decisions import with_decisions
@@ -90,7 +90,7 @@ CLUSTER = replace(H100S, device=replace(H100S.device, name="CPU"))
 def reloaded(step: Step, plan: Plan, folder: Path) -> SearchResult:
     """What the step makes of a plan that was saved and loaded."""
     plan.save(folder / "plan.json")
-    return driver.apply(step, Plan.load(folder / "plan.json"), Cluster.from_json(plan.cluster))
+    return applying.apply(step, Plan.load(folder / "plan.json"), Cluster.from_json(plan.cluster))
 
 
 def assert_survives(step: Step, found: SearchResult, folder: Path) -> None:

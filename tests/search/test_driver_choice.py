@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard.cost_model.errors import InfeasibleError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.units import format_mesh
-from autoshard.search import driver
+from autoshard.search import applying, driver
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import NO_CAP, MeshProblem
 from autoshard.search.options import Options, candidate_shapes
@@ -219,16 +219,16 @@ def test_a_step_takes_its_computation_and_the_communication_that_is_not_hidden(g
 
 def test_a_plan_that_comes_back_is_the_same():
     plan = found().plan
-    again = driver.apply(STEP, plan, CLUSTER)
+    again = applying.apply(STEP, plan, CLUSTER)
     assert again.plan == plan
     assert again.plan.to_json() == plan.to_json()
 
 
 def test_a_gap_holds_as_long_as_the_step_s_time_does():
     plan = replace(find(Options(CAP_BYTES, mesh=(16,), pins=SHARDED)).plan, gap=0.125)
-    assert driver.apply(STEP, plan, CLUSTER).plan.gap == 0.125
+    assert applying.apply(STEP, plan, CLUSTER).plan.gap == 0.125
     slower = replace(plan.estimates, step_s=plan.estimates.step_s * 1.001)
-    again = driver.apply(STEP, replace(plan, estimates=slower), CLUSTER).plan
+    again = applying.apply(STEP, replace(plan, estimates=slower), CLUSTER).plan
     assert again.gap is None
     assert again.estimates == plan.estimates
     assert again.options == plan.options
@@ -239,7 +239,7 @@ def test_a_plan_of_another_step_is_refused():
     with pytest.raises(
         PlanError, match=r"plan\.json was made for another step\. In 'mlp', it takes 1 argument fewer"
     ):
-        driver.apply(other, found().plan, CLUSTER, "plan.json")
+        applying.apply(other, found().plan, CLUSTER, "plan.json")
 
 
 @pytest.mark.parametrize("names", [("model", "data"), ("a",), ("data", "model", "replica")])
@@ -248,9 +248,9 @@ def test_a_plan_s_mesh_has_the_axes_of_its_number(names):
     sizes = dict(zip(names, (4, 2, 2), strict=False))
     decisions = replace(plan.decisions, mesh=sizes)
     with pytest.raises(PlanError, match="wanted mesh axes named"):
-        driver.apply(STEP, with_decisions(plan, decisions), CLUSTER)
+        applying.apply(STEP, with_decisions(plan, decisions), CLUSTER)
 
 
 def test_a_plan_that_does_not_fit_its_cap_is_refused():
     with pytest.raises(InfeasibleError, match="the decisions of plan do not fit its cap of 1 MiB a device"):
-        driver.apply(STEP, replace(found().plan, memory_bytes=2**20), CLUSTER)
+        applying.apply(STEP, replace(found().plan, memory_bytes=2**20), CLUSTER)

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search import driver, explanation
-from autoshard.search.driver import SearchResult
 from autoshard.search.explained_memory import MemoryPrices
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.plan.explained import CHEAPER_ELSEWHERE, NOT_POSSIBLE, TIE, Explanation
+from autoshard.search.result import SearchResult
 
 CLUSTER = parse_cluster("4xH100-80GB")
 PLENTY_BYTES = 8 << 30

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search import driver
+from autoshard.search import applying, driver
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
@@ -47,7 +47,7 @@ def test_what_few_layers_say_is_put_on_all(tmp_path, monkeypatch):
     assert len(result.problem.offloaded_sites) > 8
     assert result.plan.estimates.peak_bytes <= result.plan.memory_bytes
     result.plan.save(tmp_path / "plan.json")
-    again = driver.apply(STEP, Plan.load(tmp_path / "plan.json"), NEAR)
+    again = applying.apply(STEP, Plan.load(tmp_path / "plan.json"), NEAR)
     assert (again.plan.decisions, again.plan.estimates) == (result.plan.decisions, result.plan.estimates)
 
 

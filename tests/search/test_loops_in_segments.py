@@ -12,7 +12,7 @@ import pytest
 from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.executors.jit import build
-from autoshard.search import driver
+from autoshard.search import applying, driver
 from autoshard.search.ir.graph import Phase
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
@@ -53,7 +53,7 @@ def test_without_recomputation_it_does_not_fit():
 def test_a_loaded_plan_is_cut_alike(tmp_path):
     step, result = found(CARRIES_BYTES // 4)
     result.plan.save(tmp_path / "plan.json")
-    again = driver.apply(step, Plan.load(tmp_path / "plan.json"), parse_cluster("1xH100-80GB"))
+    again = applying.apply(step, Plan.load(tmp_path / "plan.json"), parse_cluster("1xH100-80GB"))
     assert again.plan.decisions == result.plan.decisions
     assert again.plan.estimates == result.plan.estimates
 
@@ -68,7 +68,7 @@ def test_iterations_that_keep_their_residuals_keep_them_beside_the_carries_of_se
         copies={},
     )
     decided = with_decisions(result.plan, said, memory_bytes=1 << 40)
-    again = driver.apply(step, decided, parse_cluster("1xH100-80GB"))
+    again = applying.apply(step, decided, parse_cluster("1xH100-80GB"))
     loops = [op for op in again.step.graph.ops if op.name == "scan" and op.phase is Phase.FORWARD]
     stacks = [value for op in loops for value in op.result_values[op.loop_counts[1] :]]
     assert again.plan.estimates.peak_bytes >= sum(value.num_bytes for value in stacks)

@@ -6,9 +6,10 @@ import pytest
 
 from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search import driver
+from autoshard.search import applying, driver
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
+from autoshard.search.result import SearchResult
 from tests.zoo import make_gpt_linen
 
 CLUSTER = parse_cluster("8xH100-80GB")
@@ -17,7 +18,7 @@ STEP = trace(CASE.step, *CASE.abstract_args())
 PEAK = driver.find(STEP, CLUSTER, Options(1 << 36)).plan.estimates.peak_bytes
 
 
-def searched(share: float, first: driver.SearchResult | None = None):
+def searched(share: float, first: SearchResult | None = None):
     """A plan under a share of the uncapped peak, and the lines of progress."""
     options, lines = Options(int(share * PEAK)), list[str]()
     if first is None:
@@ -51,5 +52,5 @@ def test_the_first_search_is_as_it_was():
 
 def test_a_plan_under_a_lower_cap_is_taken_by_its_step():
     found, _ = searched(0.6, searched(0.8)[0])
-    applied = driver.apply(STEP, found.plan, CLUSTER)
+    applied = applying.apply(STEP, found.plan, CLUSTER)
     assert applied.plan.estimates == found.plan.estimates

@@ -12,7 +12,7 @@ import pytest
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.executors.jit import build
-from autoshard.search import driver
+from autoshard.search import applying, driver
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
@@ -126,7 +126,7 @@ def test_where_time_is_over_as_many_as_there_may_be_are_tried_before_giving_up()
 def test_a_plan_is_read_as_it_was_written(share, microbatches, tmp_path):
     plan = found(share, microbatches).plan
     plan.save(tmp_path / "plan.json")
-    again = driver.apply(traced(step), Plan.load(tmp_path / "plan.json"), CLUSTER)
+    again = applying.apply(traced(step), Plan.load(tmp_path / "plan.json"), CLUSTER)
     assert again.plan.decisions == plan.decisions
     assert again.plan.estimates == plan.estimates
     assert again.plan.fingerprint == found().plan.fingerprint
@@ -139,7 +139,7 @@ def test_an_edited_number_that_cannot_be_is_refused(count, message):
     plan = found(microbatches=4).plan
     edited = replace(plan, microbatches=count)
     with pytest.raises(PlanError, match=message):
-        driver.apply(traced(step), edited, CLUSTER, "plan.json")
+        applying.apply(traced(step), edited, CLUSTER, "plan.json")
 
 
 def test_examples_that_depend_on_one_another_are_refused_where_they_do():

@@ -104,6 +104,18 @@ def test_without_a_plan_the_least_memory_comes_first_in_the_time_besides():
     assert search.trials.clock.now_s == 30.0
 
 
+def test_without_a_plan_rewrites_come_before_what_is_not_rewritten_yet_in_the_time_besides(monkeypatch):
+    """A variant's meshes hold no less than the rewrite that saves most there."""
+    search = queue()
+    small, most = rewrites(search, monkeypatch, 15, 20)
+    other = OnMesh(most.mesh.solved, (16, 4))
+    other.solved.baseline.estimates_s[16, 4] = 0.5
+    search.trials._nearest[STEP, frozenset()] = SimpleNamespace(peak=SimpleNamespace(num_bytes=2.0 * GIB))
+    search.open, search._is_extended = [other, small, most], True
+    assert other.least_bytes == most.least_bytes < small.least_bytes
+    assert search._most_promising() == (search, most)
+
+
 def test_under_a_lower_cap_what_was_expected_to_be_faster_than_the_plan_before_is_ordered_by_its_memory():
     search = queue()
     search.floor_s = 2.0
@@ -173,33 +185,45 @@ def rewrites(search, monkeypatch, *savings, found=()):
     return mesh.solved.rewrites
 
 
-def test_a_rewrite_that_missed_rules_out_those_that_save_little_more_but_not_the_one_that_saves_most(
-    monkeypatch,
-):
-    first, less, little_more, enough, most = rewrites(
-        queue(), monkeypatch, 20, 15, 25, 50, 60, found=[(0.5, GIB + 20.0)]
-    )
+def test_a_rewrite_that_missed_rules_out_those_that_save_little_more(monkeypatch):
+    every = rewrites(queue(), monkeypatch, 20, 15, 39, 40, found=[(0.5, GIB + 20.0)])
+    assert all(one.saves_enough for one in every)
+    every[0].take(1.0)
+    assert [one.saves_enough for one in every] == [False, False, False, True]
+    assert [one.estimate_s for one in every] == [math.inf, math.inf, math.inf, 1.0]
+    assert every[0].least_bytes == math.inf  # it comes last
+
+
+def test_a_rewrite_that_missed_besides_a_plan_rules_out_none(monkeypatch):
+    """Other strategies may fit that are slower than the plan."""
+    search = queue()
+    first, other = rewrites(search, monkeypatch, 20, 15, found=[(0.5, GIB + 20.0)])
+    search.trials.shared.best = plan(1.5)
     first.take(1.0)
-    assert [one.estimate_s for one in (first, less, little_more)] == [math.inf] * 3
-    assert enough.estimate_s == most.estimate_s == 1.0
-    assert first.least_bytes == math.inf  # it comes last
+    assert (first.estimate_s, other.estimate_s) == (math.inf, 1.0)
+
+
+def test_the_rewrite_that_saves_most_has_a_turn_in_any_case(monkeypatch):
+    first, less, most = rewrites(queue(), monkeypatch, 20, 29, 30, found=[(0.5, math.inf)])
+    first.take(1.0)  # it misses by an unknown number of bytes
+    assert MISSES_BY * GIB > 10.0
+    assert (less.estimate_s, most.estimate_s) == (math.inf, 1.0)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rewrite_that_saves_enough_comes_first_until_there_is_a_plan(monkeypatch, is_first):
+    search = queue()
+    fast, enough = search.open = rewrites(search, monkeypatch, 5, 20)
+    enough.rewrite = replace(enough.rewrite, cost_s=2.0)
+    if not is_first:
+        search.trials.shared.best = plan(3.0)
+    assert search._most_promising() == (search, enough if is_first else fast)
 
 
 def test_a_rewrite_that_seems_to_fit_nowhere_has_no_estimate(monkeypatch):
     one, other = rewrites(queue(), monkeypatch, 20, 30)
     one.rewrite = replace(one.rewrite, cost_s=math.inf)
     assert (one.estimate_s, other.estimate_s) == (math.inf, 1.0)
-
-
-def test_each_miss_asks_for_twice_as_much_more_as_the_one_before_it(monkeypatch):
-    first, second, little_more, enough, most = rewrites(
-        queue(), monkeypatch, 20, 40, 55, 60, 90, found=[(0.5, GIB + 10.0), (0.5, GIB + 10.0)]
-    )
-    first.take(1.0)
-    assert second.estimate_s == 1.0
-    second.take(1.0)
-    assert little_more.estimate_s == math.inf
-    assert enough.estimate_s == most.estimate_s == 1.0
 
 
 def test_without_a_plan_a_rewrite_has_further_turns_of_twice_the_time_each(monkeypatch):
@@ -233,18 +257,6 @@ def test_a_rewrite_that_is_proven_too_large_rules_out_those_that_cannot_save_eno
     first, most = rewrites(queue(), monkeypatch, 20, 30, found=[(math.inf, GIB + 15.0)])
     assert first.take(1.0) == []
     assert most.estimate_s == math.inf
-
-
-def test_the_rewrite_that_saves_most_has_a_turn_in_any_case(monkeypatch):
-    first, most, as_much = rewrites(
-        queue(), monkeypatch, 20, 30, 30, found=[(0.5, math.inf), (0.5, math.inf)]
-    )
-    first.take(1.0)  # it misses by an unknown number of bytes
-    assert MISSES_BY * GIB > 10.0
-    assert most.estimate_s == as_much.estimate_s == 1.0
-    most.take(1.0)
-    assert most.estimate_s == AGAIN
-    assert as_much.estimate_s == math.inf
 
 
 @pytest.mark.parametrize(("bound_s", "error_s"), [(0.5, 0.44), (4.0, 3.0)])

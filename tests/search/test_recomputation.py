@@ -14,7 +14,7 @@ import pytest
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.executors.jit import build
-from autoshard.search import driver
+from autoshard.search import applying, driver
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.copies import SCOPE
 from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, MeshProblem, StepProblem
@@ -155,7 +155,7 @@ def test_recomputation_costs_no_more_than_sharding_more_would():
 def test_a_plan_is_honoured_when_it_is_loaded(is_scanned, tmp_path):
     result = found(is_scanned, 0.5)
     result.plan.save(tmp_path / "plan.json")
-    again = driver.apply(traced(is_scanned), Plan.load(tmp_path / "plan.json"), CLUSTER)
+    again = applying.apply(traced(is_scanned), Plan.load(tmp_path / "plan.json"), CLUSTER)
     assert again.plan.decisions == result.plan.decisions
     assert again.plan.estimates == result.plan.estimates
     assert (again.chosen, again.plan.gap) == (result.chosen, result.plan.gap)
@@ -164,7 +164,7 @@ def test_a_plan_is_honoured_when_it_is_loaded(is_scanned, tmp_path):
 def test_without_its_decisions_a_plan_keeps_everything():
     plan = found(False, 0.5).plan
     kept = replace(plan.decisions, retention={}, ops={}, copies={})
-    again = driver.apply(traced(False), with_decisions(plan, kept, memory_bytes=1 << 40), CLUSTER)
+    again = applying.apply(traced(False), with_decisions(plan, kept, memory_bytes=1 << 40), CLUSTER)
     assert num_recomputed(again) == 0
 
 
@@ -207,7 +207,7 @@ def test_a_retention_that_cannot_be_is_refused(name, text, said):
     name = name or next(iter(plan.decisions.retention))
     wrong = replace(plan.decisions, retention={**plan.decisions.retention, name: text})
     with pytest.raises(PlanError, match=".*".join(map(re.escape, ("retention", name, said)))):
-        driver.apply(traced(False), with_decisions(plan, wrong), CLUSTER)
+        applying.apply(traced(False), with_decisions(plan, wrong), CLUSTER)
 
 
 def test_what_else_is_asked_for_is_refused():

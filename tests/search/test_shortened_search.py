@@ -17,8 +17,8 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.executors.jit import build
-from autoshard.search import driver
-from autoshard.search.driver import SearchResult
+from autoshard.search import applying, driver
+from autoshard.search import result as results
 from autoshard.search.ir.graph import Phase, Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import StepProblem
@@ -27,6 +27,7 @@ from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.retention import CoarseError
 from autoshard.search.problem import shortening
 from autoshard.search.problem.equivalence import blocks, places
+from autoshard.search.result import SearchResult
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
 from autoshard.search.space.warm_starts import for_whole_step, passed_between_layers, unlike_neighbours
@@ -123,7 +124,7 @@ def test_where_the_whole_step_cannot_do_the_same_all_layers_are_searched(monkeyp
         return found(TIGHT_BYTES)
 
     monkeypatch.setattr(driver, "_found", but_for_all)
-    monkeypatch.setattr(driver, "for_whole_step", mock.Mock(side_effect=NoFitError("as if", bound_s=0.0)))
+    monkeypatch.setattr(results, "for_whole_step", mock.Mock(side_effect=NoFitError("as if", bound_s=0.0)))
     with pytest.raises(InfeasibleError, match="all layers are searched"):
         driver.find(stack(), H100S, Options(TIGHT_BYTES, (8,), offload="never", microbatches=1))
 
@@ -131,7 +132,7 @@ def test_where_the_whole_step_cannot_do_the_same_all_layers_are_searched(monkeyp
 def test_where_pairs_of_layers_cannot_say_what_is_recomputed_the_whole_step_is_asked(monkeypatch):
     """As one op stands there for some that are recomputed and some that are not."""
     result = found(TIGHT_BYTES)
-    monkeypatch.setattr(shortening, "NUM_REPRESENTATIVES", 1)
+    monkeypatch.setattr(shortening, "_runs", lambda alike: [alike[1:-1]])
     coarse = shortening.shortened(stack(), [""] * len(stack().arguments))
     assert coarse is not None
     assert result.short is not None
@@ -183,7 +184,7 @@ def test_two_layers_for_each_that_stands_for_others_have_all_nodes_of_the_whole_
 @pytest.mark.slow  # `test_layers_that_hand_on_otherwise_are_paired` shows which layers a plan has paired
 def test_only_layers_decided_as_none_next_to_them_are_paired():
     """Of a GPT, the first layer that stands for others recomputes, and the next one reads what that makes."""
-    case = zoo.MAKERS["gpt_linen"](num_layers=shortening.MIN_BLOCKS)
+    case = zoo.MAKERS["gpt_linen"](num_layers=12)
     step = trace(case.step, *case.abstract_args())
     unmarked = [""] * len(step.arguments)
     short = shortening.shortened(step, unmarked)
@@ -218,7 +219,7 @@ def test_layers_that_hand_on_what_they_are_handed_are_not_paired():
     assert result.short is not None
     assert unlike_neighbours(result.problem.graph.folded)
     assert not passed_between_layers(result.on_mesh, result.chosen)
-    with mock.patch.object(driver, "for_whole_step", side_effect=AssertionError("not asked for")):
+    with mock.patch.object(results, "for_whole_step", side_effect=AssertionError("not asked for")):
         result.check_goes_together()
 
 
@@ -301,7 +302,7 @@ def test_little_is_recomputed_where_little_is_missing():
 )
 def test_a_saved_plan_comes_back_as_it_was(limit_bytes):
     plan = found(limit_bytes).plan
-    again = driver.apply(stack(), Plan.from_json(plan.to_json(), "plan.json"), H100S).plan
+    again = applying.apply(stack(), Plan.from_json(plan.to_json(), "plan.json"), H100S).plan
     assert again.decisions == plan.decisions
     assert again.estimates == plan.estimates
     assert again.gap == plan.gap
@@ -313,7 +314,7 @@ def test_an_edit_of_one_layer_holds_for_that_layer():
     other = "P(None, 'data')" if was != "P(None, 'data')" else "P('data')"
     text = plan.to_json()
     text["shardings"][0]["arguments"][name] = other
-    edited = driver.apply(stack(), Plan.from_json(text, "plan.json"), H100S).plan
+    edited = applying.apply(stack(), Plan.from_json(text, "plan.json"), H100S).plan
     assert edited.decisions.arguments[name] == other
     assert (
         edited.decisions.arguments["state['layers'][9]['up']"]
@@ -327,7 +328,7 @@ def test_what_one_layer_recomputes_alone_is_kept_elsewhere():
     one = f"remat 1 of {text.split()[-1]}"
     decisions = replace(plan.decisions, ops={}, copies={}, retention={name: one})
     roomy = with_decisions(plan, decisions, memory_bytes=PLENTY_BYTES)
-    assert driver.apply(stack(), roomy, H100S).plan.decisions.retention == {name: one}
+    assert applying.apply(stack(), roomy, H100S).plan.decisions.retention == {name: one}
 
 
 def test_a_pinned_layer_is_pinned():

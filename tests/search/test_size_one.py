@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search import driver
+from autoshard.search import applying, driver
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.plan.plan import Plan
 from tests.zoo import traced
@@ -44,7 +44,7 @@ def test_a_decision_may_name_an_axis_of_size_one():
     plan = planned("mlp", "8xH100-80GB", (8, 1))
     data = plan.to_json()
     data["shardings"][0] |= {"arguments": {name: "P('model', 'data')"}, "ops": {}, "copies": {}}
-    again = driver.apply(step, Plan.from_json(data), Cluster.from_json(plan.cluster)).plan
+    again = applying.apply(step, Plan.from_json(data), Cluster.from_json(plan.cluster)).plan
     assert again.decisions.arguments[name] == "P(None, 'data')"
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search.driver import apply, find
+from autoshard.search.applying import apply
+from autoshard.search.driver import find
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from tests.search.adamw import adamw_chain

@@ -12,10 +12,10 @@ from autoshard.cost_model.xla.process import Compiler
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors.jit import Program
 from autoshard.search import driver
-from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
+from autoshard.search.result import SearchResult
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification import extrapolation
 from autoshard.verification.extrapolation import extrapolated

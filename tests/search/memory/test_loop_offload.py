@@ -10,7 +10,7 @@ import pytest
 from autoshard.cost_model.errors import InfeasibleError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.executors.jit import build
-from autoshard.search import driver
+from autoshard.search import applying, driver
 from autoshard.search.ir.graph import walk
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.loop_offload import in_loops, loops_offloaded, may_leave_loop
@@ -87,7 +87,7 @@ def test_the_program_gives_the_numbers_of_one_device(again):
         retention = {"forward scan": "offload", name: "remat" if again else "offload"}
         said = replace(plan.decisions, retention=retention, ops={}, copies={})
         decided = with_decisions(plan, said, memory_bytes=1 << 40)
-        result = driver.apply(traced, decided, parse_cluster("8xCPU"))
+        result = applying.apply(traced, decided, parse_cluster("8xCPU"))
         assert len(on_host(result.step)) >= 1
         program = build(result.step, result.sharding, jax.devices())
         wanted = jax.jit(step)(*args)
@@ -110,7 +110,7 @@ def test_a_search_offloads_stacks_and_its_plan_is_applied_alike(tmp_path):
     assert plan.estimates.peak_bytes <= cap_bytes
     assert plan.estimates.host_bytes > 0
     plan.save(tmp_path / "plan.json")
-    again = driver.apply(traced, Plan.load(tmp_path / "plan.json"), CLUSTER).plan
+    again = applying.apply(traced, Plan.load(tmp_path / "plan.json"), CLUSTER).plan
     assert (again.decisions, again.estimates) == (plan.decisions, plan.estimates)
 
 
@@ -119,4 +119,4 @@ def test_what_a_loop_does_not_stack_up_cannot_be_offloaded():
     plan = driver.find(STEP, CLUSTER, Options(1 << 40)).plan
     wrong = replace(plan.decisions, retention={"forward scan": "offload in segments of 2"})
     with pytest.raises(PlanError, match="or stacked up by one, 'offload'"):
-        driver.apply(STEP, with_decisions(plan, wrong), CLUSTER)
+        applying.apply(STEP, with_decisions(plan, wrong), CLUSTER)

@@ -10,13 +10,14 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.plan.measured_profile import NUM_SLICES, UNIT_BYTES
 from autoshard.search.plan.plan import Plan
+from autoshard.search.result import SearchResult
 from tests.search.adamw import adamw_chain
 
 NUM_LAYERS, WIDTH, ROWS = 3, 1024, 8192
 
 
 @functools.cache
-def searched() -> driver.SearchResult:
+def searched() -> SearchResult:
     step, *shapes = adamw_chain(NUM_LAYERS, WIDTH, ROWS)
     return driver.find(trace(step, *shapes), parse_cluster("8xH100-80GB"), Options(8 << 30, mesh=(8,)))
 

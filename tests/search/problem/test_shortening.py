@@ -105,7 +105,7 @@ def chained(num_layers: int, table: np.ndarray | float = 0.0) -> Step:
     return trace(jax.value_and_grad(loss), params, jax.ShapeDtypeStruct((16, 8), jnp.float32))
 
 
-@pytest.mark.parametrize(("num_layers", "is_short"), [(NUM_REPRESENTATIVES + 4, False), (16, True)])
+@pytest.mark.parametrize(("num_layers", "is_short"), [(7, False), (8, True), (16, True)])
 def test_a_step_of_few_blocks_stays_whole(num_layers, is_short):
     step = chained(num_layers)
     assert (shortened(step, unmarked(step)) is not None) == is_short
@@ -135,6 +135,15 @@ def test_parts_of_one_array_are_read_as_often():
             for v, count in zip(op.operands, op.operand_counts, strict=True):
                 found[program.ops[program.maker[v][0]].name] += count
     assert reads[0]["unstack"] == reads[1]["unstack"] == 21
+
+
+def test_a_block_stands_for_consecutive_ones():
+    """One that is marked lies between others, which hand on to it and not to one another."""
+    step = chained(16)
+    both = shortened(step, [P("model") if "[6]" in a.name else None for a in step.arguments])
+    assert both is not None
+    runs = [[int(name[name.index("[") + 1 : -1]) for name in a.names] for a in both.step.arguments[:-1]]
+    assert runs == [[0], [1], [2, 3], [4, 5], [6], [7], [8, 9, 10], [11, 12, 13], [14], [15]]
 
 
 def test_what_is_marked_stands_for_itself():
