@@ -246,11 +246,13 @@ class OnMesh:
 
     @property
     def estimate_s(self) -> float:
-        """Seconds without a cap, and those that rewrites add, at the least."""
+        """Seconds without a cap, and those that rewrites add. If there is a plan, those that they may save count, too."""
         relief_s = self.solved.relief_s(self.uncapped)
         if self.uncapped is None:
             return self.solved.promised_s(self.shape) + relief_s
-        return self.uncapped.cost_s + relief_s - self.solved.residuals_s(self.uncapped.peak_bytes)
+        has_plan = self.solved.trials.best is not None
+        saved_s = self.solved.residuals_s(self.uncapped.peak_bytes) if has_plan else 0.0
+        return self.uncapped.cost_s + relief_s - saved_s
 
     @property
     def least_bytes(self) -> float:
