@@ -9,7 +9,7 @@ from autoshard.cost_model.errors import InfeasibleError, PlanError
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.ir.graph import Step
 from autoshard.search.memory.attention.rewriting import blockwise
-from autoshard.search.mesh_problem import MeshProblem, StepProblem, TooLargeError
+from autoshard.search.mesh_problem import MeshProblem, TooLargeError
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, Options, pin_marks
 from autoshard.search.plan.decisions import EDITED, apart, node_names
 from autoshard.search.plan.plan import Plan
@@ -22,6 +22,7 @@ from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
 from autoshard.search.space.found import Found
 from autoshard.search.space.long_sequences import BLOCKWISE
+from autoshard.search.step_problem import StepProblem
 from autoshard.search.stopwatch import Stopwatch
 
 

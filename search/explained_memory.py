@@ -25,7 +25,7 @@ from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.memory.loop_segments import cut_loop
 from autoshard.search.memory.offload import may_rest_on_host
 from autoshard.search.memory.residuals import Residuals, residuals
-from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, Known, StepProblem
+from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, Known
 from autoshard.search.plan.explained import (
     CHEAPER_ELSEWHERE,
     NOT_POSSIBLE,
@@ -39,6 +39,7 @@ from autoshard.search.plan.retention import RetentionCodec
 from autoshard.search.result import SearchResult
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.space.rewrites import HIDING_SHARE, VISIBLE_SHARE
+from autoshard.search.step_problem import StepProblem
 
 LIMIT_S = 5.0
 """Nominal seconds for each problem that is solved. Source: a choice of ours; a user waits for it."""

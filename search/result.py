@@ -16,7 +16,7 @@ from autoshard.search.ir.graph import Site, Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES
 from autoshard.search.memory.microbatches import microbatched
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import Options, Progress, pin_marks
 from autoshard.search.plan.decisions import apart, hosted, updated_there
 from autoshard.search.plan.edits import marks_of
@@ -37,6 +37,7 @@ from autoshard.search.solver.pbqp import Labels
 from autoshard.search.space.found import Found
 from autoshard.search.space.long_sequences import BLOCKWISE
 from autoshard.search.space.warm_starts import for_whole_step, passed_between_layers
+from autoshard.search.step_problem import StepProblem
 from autoshard.search.stopwatch import Stopwatch
 
 UNUSED_SHARE = 0.1

@@ -66,6 +66,7 @@ MAY_IMPORT = {
         "autoshard.search.solver.clock",
         "autoshard.search.garbage",
         "autoshard.search.mesh_problem",
+        "autoshard.search.step_problem",
         "autoshard.search.options",
         "autoshard.search.stopwatch",
         "autoshard.search.tightening",

@@ -29,7 +29,7 @@ from autoshard.search.ir.graph import Role, Value
 from autoshard.search.ir.sharding import Place, StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from autoshard.search.memory.microbatches import loop_over_microbatches
-from autoshard.search.mesh_problem import NO_CAP, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import NO_CAP, MeshProblem
 from autoshard.search.plan.plan import Sharding
 from autoshard.search.plan.shardings import step_sharding
 from autoshard.search.problem.flat_program import ENTER, FlatOp, FlatProgram
@@ -38,6 +38,7 @@ from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.strategies import CopySource, port_specs
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.pbqp import Labels
+from autoshard.search.step_problem import StepProblem
 
 NO_PINS: Mapping[str, Any] = MappingProxyType({})
 

@@ -9,11 +9,11 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.search.ir.graph import Role, Site
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.pipeline.flat_sites import IN_BODY, outermost, positions_of_loop
 from autoshard.search.pipeline.layers import Layers
 from autoshard.search.pipeline.programs import left_for_later
 from autoshard.search.problem.flat_program import FlatProgram, ReadPhase, read_phase
+from autoshard.search.step_problem import StepProblem
 
 Array = np.ndarray
 

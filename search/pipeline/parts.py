@@ -17,7 +17,7 @@ from autoshard.search.ir.graph import Site, Step
 from autoshard.search.memory.microbatches import looped
 from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import pin_marks
 from autoshard.search.pipeline.intra_op import NO_PINS, IntraOp, as_tasks, of_replica, solved
 from autoshard.search.pipeline.layer_costs import LayerCosts, Ledger
@@ -25,10 +25,11 @@ from autoshard.search.pipeline.layer_shares import LayerShares
 from autoshard.search.pipeline.layers import MAX_LAYERS, Layers
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.solver.clock import PROCESSOR, SearchClock
+from autoshard.search.step_problem import StepProblem
 
 PARTS_S = 1e-4
 """Nominal seconds (`search.solver.clock`) per op to cut a step into parts and layers, besides those of a step problem.
-Source: a transformer of 6 unrolled layers, against `OP_S`."""
+Source: a transformer of 6 unrolled layers, against `OP_S` of `search.step_problem`."""
 
 LEDGER_S = 5e-5
 """Nominal seconds per op to price layers under a solution. Source: measured with `PARTS_S`."""

@@ -14,7 +14,6 @@ from autoshard.cost_model.collectives import MeshModel
 from autoshard.cost_model.errors import InfeasibleError
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.ir.graph import Step
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.programs import made_ready, stage_programs
 from autoshard.search.pipeline.proposals import Proposal, StageProposal
@@ -27,6 +26,7 @@ from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.plan import Collective, Estimates, Plan, PlanOnStep, Stage, StageEstimates
 from autoshard.search.plan.schedule import Schedule
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
+from autoshard.search.step_problem import StepProblem
 
 
 @dataclass(frozen=True, eq=False)

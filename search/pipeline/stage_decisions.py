@@ -8,7 +8,6 @@ import jax
 
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.memory.microbatches import looped
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.options import pin_marks
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.plan.edits import marks_of
@@ -19,6 +18,7 @@ from autoshard.search.plan.retention import RetentionCodec
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
+from autoshard.search.step_problem import StepProblem
 
 
 def written_down(

@@ -20,7 +20,7 @@ from autoshard.cost_model.compute import pass_s_per_byte
 from autoshard.cost_model.meshes import finer_shapes
 from autoshard.cost_model.units import format_mesh
 from autoshard.search.memory.residuals import has_loops
-from autoshard.search.mesh_problem import FIRST_SHARE, Known, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import FIRST_SHARE, Known, MeshProblem
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.cap_curve import CapCurve
 from autoshard.search.solver.clock import Deadline
@@ -37,6 +37,7 @@ from autoshard.search.space.rewrites import (
 from autoshard.search.space.trials import Baseline, Trials, progress_prefix
 from autoshard.search.space.variants import MISSES_BY, Variant, Variants
 from autoshard.search.space.warm_starts import for_finer_mesh, for_rewritten_step
+from autoshard.search.step_problem import StepProblem
 
 LOOPS_MARGIN = 0.03
 """Largest relative error of a loop's recomputation estimate. Source: an LSTM whose estimates are 2 to 3% too high."""

@@ -8,9 +8,10 @@ in steps with loops only a step's own bounds count.
 import math
 
 from autoshard.search.memory.residuals import has_loops
-from autoshard.search.mesh_problem import Known, StepProblem
+from autoshard.search.mesh_problem import Known
 from autoshard.search.space.found import Bounds, Found
 from autoshard.search.space.trials import Baseline, Trials
+from autoshard.search.step_problem import StepProblem
 
 
 class Certificate:

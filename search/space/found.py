@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.search.device.prediction import Prediction
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.problem.memory_rows import Peak
 from autoshard.search.solver.pbqp import Labels
+from autoshard.search.step_problem import StepProblem
 
 Bounds = Mapping[tuple[int, ...], float]
 """Lower bounds in seconds, by mesh."""

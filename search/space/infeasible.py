@@ -17,7 +17,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.memory.loop_segments import uncut_loops
-from autoshard.search.mesh_problem import PEAK_SLACK, WIDE_GAP, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import PEAK_SLACK, WIDE_GAP, MeshProblem
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.plan.estimates import where
 from autoshard.search.problem.memory_rows import Peak
@@ -25,6 +25,7 @@ from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.solver.pbqp import Labels
 from autoshard.search.space.found import Found
+from autoshard.search.step_problem import StepProblem
 
 TIME_LIMIT_S = 5.0
 """Seconds by the search's clock for the whole explanation. Source: a choice of ours; together with the search a user

@@ -29,7 +29,7 @@ from autoshard.cost_model.meshes import finer_shapes
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.memory.host_updates import host_updates, least_copy_s, least_update_s, updatable
 from autoshard.search.memory.microbatches import batch_divisors, microbatched
-from autoshard.search.mesh_problem import ROUNDING, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import ROUNDING, MeshProblem
 from autoshard.search.options import LATEST, OFFLOADED, Options, Progress, named_axes
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
 from autoshard.search.space.candidates import (
@@ -50,6 +50,7 @@ from autoshard.search.space.rewrites import UncappedSolution
 from autoshard.search.space.smallest_peak import Misfit, plan_of_smallest_peak
 from autoshard.search.space.trials import Baseline, Trials, turn_s
 from autoshard.search.space.variants import Saving, Variant, Variants
+from autoshard.search.step_problem import StepProblem
 
 MAX_MICROBATCHES = 64
 """Largest number of microbatches that is tried if the user names none. Source: a choice of ours."""

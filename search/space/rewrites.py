@@ -29,17 +29,12 @@ from autoshard.search.memory.fetches import WINDOW
 from autoshard.search.memory.loop_offload import may_leave_loop
 from autoshard.search.memory.residuals import residuals
 from autoshard.search.memory.trade_offs import Choice, trade_offs
-from autoshard.search.mesh_problem import (
-    NO_CAP,
-    UNKNOWN,
-    Known,
-    MeshProblem,
-    StepProblem,
-)
+from autoshard.search.mesh_problem import NO_CAP, UNKNOWN, Known, MeshProblem
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.cap_curve import CapCurve
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.solver.pbqp import Labels
+from autoshard.search.step_problem import StepProblem
 
 SHARES = (0.25, 0.5, 0.75)
 """Shares of the step at the higher one of two prices. Source: a choice of ours."""

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.problem.memory_floor import floor_bytes
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.space import infeasible
 from autoshard.search.space.found import Found
 from autoshard.search.space.rewrites import ESTIMATE_GAP, Estimates, without_cap
 from autoshard.search.space.trials import Baseline, Trials
+from autoshard.search.step_problem import StepProblem
 
 ESTIMATE_S = 2.0
 """Seconds for the estimates of a step that cannot fit. Source: a choice of ours."""

@@ -23,7 +23,6 @@ from autoshard.search.mesh_problem import (
     UNKNOWN,
     Known,
     MeshProblem,
-    StepProblem,
     TooLargeError,
 )
 from autoshard.search.options import Options, Progress, candidate_shapes
@@ -34,6 +33,7 @@ from autoshard.search.solver.clock import Deadline, SearchClock
 from autoshard.search.space.found import Bounds, Found
 from autoshard.search.space.rewrites import UncappedSolution
 from autoshard.search.space.tried import Tried
+from autoshard.search.step_problem import StepProblem
 from autoshard.search.stopwatch import Stopwatch
 
 UNCAPPED_SHARE = 0.1

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.plan.values import Candidate
 from autoshard.search.space.found import Found
+from autoshard.search.step_problem import StepProblem
 
 MAX_CANDIDATES = 40
 """Candidates in a file, those with the least bound: a line each in a report."""

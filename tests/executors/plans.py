@@ -12,7 +12,7 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search import driver
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.ir.sharding import StepSharding
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import Options
 from autoshard.search.plan.estimates import estimate
 from autoshard.search.plan.plan import Plan
@@ -22,6 +22,7 @@ from autoshard.search.problem.strategies import CopySource
 from autoshard.search.result import SearchResult
 from autoshard.search.solver import branch_and_bound
 from autoshard.search.solver.clock import Deadline, WorkClock
+from autoshard.search.step_problem import StepProblem
 
 PLENTY_BYTES = 1 << 40
 """No cap for a tiny model."""

@@ -21,12 +21,12 @@ from autoshard.search import driver
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.microbatches import microbatched
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
 from autoshard.search.result import SearchResult
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
+from autoshard.search.step_problem import StepProblem
 from tests.zoo import (
     Case,
     make_dlrm,

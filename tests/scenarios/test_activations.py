@@ -19,9 +19,10 @@ import pytest
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.device.lowering import Lowered, lower
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.problem.flat_program import ReadPhase, read_phase
 from autoshard.search.problem.strategies import CopySource
+from autoshard.search.step_problem import StepProblem
 from tests.zoo import make_megatron
 
 PLENTY_BYTES = 1 << 45

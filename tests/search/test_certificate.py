@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search import driver, mesh_problem
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import MeshProblem, StepProblem, TooLargeError
+from autoshard.search.mesh_problem import MeshProblem, TooLargeError
 from autoshard.search.options import Options
 from autoshard.search.problem.memory_rows import Peak
 from autoshard.search.problem.workspaces import WORKSPACE_BYTES
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import SearchClock
+from autoshard.search.step_problem import StepProblem
 from tests.search.solver.problems import every_cost_s
 
 ARRAY = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)

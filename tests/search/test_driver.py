@@ -21,12 +21,13 @@ from autoshard.search import applying, driver
 from autoshard.search.device.prediction import Prediction
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import RELATIVE_GAP, StepProblem
+from autoshard.search.mesh_problem import RELATIVE_GAP
 from autoshard.search.options import DEFAULT_TIME_LIMIT_S, Options
 from autoshard.search.plan.plan import Plan, Sharding
 from autoshard.search.result import SearchResult
 from autoshard.search.solver import clock
 from autoshard.search.solver.clock import WorkClock
+from autoshard.search.step_problem import StepProblem
 from tests.decisions import with_decisions
 from tests.executors import plans
 from tests.zoo import MAKERS, traced

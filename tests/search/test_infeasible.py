@@ -18,11 +18,12 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.units import format_bytes, parse_bytes, parse_seconds
 from autoshard.search import driver
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import PROCESSOR, Deadline
 from autoshard.search.space import infeasible
+from autoshard.search.step_problem import StepProblem
 from tests.zoo import make_dlrm
 
 MIB = 2**20

@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import RELATIVE_GAP, MeshProblem
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.problem.strategies import port_specs
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.solver.pbqp import MemoryConstraint
+from autoshard.search.step_problem import StepProblem
 from tests.search.chain import chain
 
 CLUSTER = parse_cluster("2xH100-80GB")

@@ -17,7 +17,7 @@ from autoshard.executors.jit import build
 from autoshard.search import applying, driver
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.copies import SCOPE
-from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, MeshProblem
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.retention import RetentionCodec
@@ -28,6 +28,7 @@ from autoshard.search.problem.shortening import shortened
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.space.rewrites import ESTIMATE_GAP, Estimates, Rewrite, UncappedSolution, _ends_first
+from autoshard.search.step_problem import StepProblem
 from tests.decisions import with_decisions
 from tests.zoo import make_gpt_linen
 

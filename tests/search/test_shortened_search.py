@@ -21,7 +21,6 @@ from autoshard.search import applying, driver
 from autoshard.search import result as results
 from autoshard.search.ir.graph import Phase, Step
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.retention import CoarseError
@@ -31,6 +30,7 @@ from autoshard.search.result import SearchResult
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
 from autoshard.search.space.warm_starts import for_whole_step, passed_between_layers, unlike_neighbours
+from autoshard.search.step_problem import StepProblem
 from tests import zoo
 from tests.decisions import with_decisions
 

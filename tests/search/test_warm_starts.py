@@ -6,9 +6,10 @@ import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import Known, StepProblem
+from autoshard.search.mesh_problem import Known
 from autoshard.search.problem.seeds import seeds
 from autoshard.search.space.warm_starts import for_finer_mesh, for_rewritten_step
+from autoshard.search.step_problem import StepProblem
 from tests.search.chain import chain
 from tests.zoo import make_gpt_scan
 

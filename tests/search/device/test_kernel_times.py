@@ -9,7 +9,7 @@ from autoshard.cost_model.collectives import MeshModel
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.device.kernel_times import KernelTime, Times, of_collective
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.step_problem import StepProblem
 
 H100 = parse_cluster("8xH100-80GB")
 HBM_BYTES_PER_S = 3.35e12

@@ -14,9 +14,9 @@ from autoshard.cost_model.collectives import MeshModel
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.device.lowering import Copies, Kernel, Lowered, lower
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.live_ranges import Resident
 from autoshard.search.problem.strategies import CopySource
+from autoshard.search.step_problem import StepProblem
 
 
 def zeros(shape, dtype=np.float32):

@@ -18,8 +18,8 @@ from autoshard.search.device.prediction import MARGIN, SMALL_PART, Prediction, i
 from autoshard.search.device.siblings import merged
 from autoshard.search.device.timeline import peak
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.live_ranges import Resident
+from autoshard.search.step_problem import StepProblem
 from tests.search.device.programs import buffer, collective, kernel, programs
 
 

@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.device.workspace import Workspaces
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.workspaces import workspaces
+from autoshard.search.step_problem import StepProblem
 
 MIB = 2**20
 NHWC = ("NHWC", "HWIO", "NHWC")

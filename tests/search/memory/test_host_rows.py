@@ -10,7 +10,7 @@ from autoshard.search.ir.factors import Kind
 from autoshard.search.ir.graph import Phase
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.offload import may_rest_on_host, offloaded
-from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.step_problem import StepProblem
 
 ROWS, WIDTH, IDS = 1 << 17, 64, 256
 TABLE = ROWS, WIDTH

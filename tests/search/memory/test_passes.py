@@ -9,9 +9,10 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.graph import Site
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.residuals import Residuals, residuals
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.solver.pbqp import Labels
 from autoshard.search.space.warm_starts import for_rewritten_step
+from autoshard.search.step_problem import StepProblem
 from tests import zoo
 
 CLUSTER = parse_cluster("8xA100-80GB")

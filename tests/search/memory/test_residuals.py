@@ -14,7 +14,7 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.memory.min_cut import Recomputation
 from autoshard.search.memory.residuals import Residuals, residuals
-from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.step_problem import StepProblem
 from tests.zoo import traced
 
 CLUSTER = parse_cluster("8xH100-80GB")

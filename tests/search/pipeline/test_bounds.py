@@ -12,13 +12,13 @@ import pytest
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.pipeline.bounds import PipelineBounds, Pipelines, dispatch_s, least_makespan_s
 from autoshard.search.pipeline.parts import Parts
 from autoshard.search.pipeline.proposals import Placed, Proposal, Stages
 from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule
 from autoshard.search.pipeline.simulator import StageCost, simulate
 from autoshard.search.pipeline.step_work import StepWork
+from autoshard.search.step_problem import StepProblem
 
 pytestmark = pytest.mark.pure
 

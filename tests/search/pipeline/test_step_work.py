@@ -11,9 +11,9 @@ from autoshard.cost_model.compute import Product, product_s
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.pipeline.parts import Parts
 from autoshard.search.pipeline.step_work import FORWARD, StepWork, product_part_s
+from autoshard.search.step_problem import StepProblem
 from tests.zoo import make_llama
 from tests.zoo.case import Case
 from tests.zoo.megatron import make_megatron

@@ -7,8 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.plan.shardings import step_sharding
+from autoshard.search.step_problem import StepProblem
 
 
 def test_a_barrier_waits_for_a_value_as_its_first_reader_has_it():

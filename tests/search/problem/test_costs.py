@@ -15,11 +15,11 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.graph import Phase
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.microbatches import microbatched
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.plan.estimates import estimate
 from autoshard.search.problem.costs import price
 from autoshard.search.problem.kernels import moved_alone
 from autoshard.search.problem.reshard import Resharder
+from autoshard.search.step_problem import StepProblem
 from tests.zoo import make_small
 
 

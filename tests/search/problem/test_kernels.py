@@ -9,8 +9,8 @@ from jax import lax
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.kernels import FusedKernel, moved_alone, runs_alone
+from autoshard.search.step_problem import StepProblem
 from tests.zoo import traced
 
 DEVICE = parse_cluster("1xH100-80GB").device

@@ -10,10 +10,10 @@ from jax import lax
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.graph import Role
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.flat_program import ReadPhase
 from autoshard.search.problem.live_ranges import ARGUMENTS, Resident
 from autoshard.search.problem.strategies import CopySource
+from autoshard.search.step_problem import StepProblem
 
 DEVICE = parse_cluster("1xH100-80GB").device
 

@@ -10,8 +10,8 @@ import pytest
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.microbatches import microbatched
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
+from autoshard.search.step_problem import StepProblem
 
 MIB = 2**20
 CLUSTER = parse_cluster("4xH100-80GB")

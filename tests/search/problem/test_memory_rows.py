@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.live_ranges import LiveRange, Resident
 from autoshard.search.problem.memory_rows import Arrival, Memory, Peak
 from autoshard.search.problem.strategies import CopySource, port_specs
 from autoshard.search.problem.strategy_graph import Port
 from autoshard.search.problem.workspaces import WORKSPACE_BYTES
+from autoshard.search.step_problem import StepProblem
 
 
 def step(w, x):

@@ -13,12 +13,13 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.spec import PARTIAL, WHOLE
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.microbatches import microbatched
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.problem.flat_program import ReadPhase, read_phase
 from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.strategies import CopySource, port_specs
 from autoshard.search.problem.strategy_graph import Port
 from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.step_problem import StepProblem
 
 MESH = (2, 4)
 NUM_DRAWS = 20

@@ -7,8 +7,8 @@ import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.seeds import SeedRule, _Propagation, batch_factors, rules, seeds
+from autoshard.search.step_problem import StepProblem
 from tests.search.chain import chain
 
 WIDTH = 2048

@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.plan.decisions import node_names
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.shortening import NUM_REPRESENTATIVES, shortened
 from autoshard.search.solver.clock import WorkClock
+from autoshard.search.step_problem import StepProblem
 from tests import zoo
 
 NUM_LAYERS = 12

@@ -10,11 +10,11 @@ from autoshard.cost_model.compute import Product, product_s
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search import driver
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.options import Options
 from autoshard.search.plan.estimates import estimate
 from autoshard.search.problem.streams import CONTENTION
 from autoshard.search.problem.traffic import HideableKind, Part
+from autoshard.search.step_problem import StepProblem
 from tests.search.chain import chain
 
 LAYERS, WIDTH, BATCH = 6, 2048, 1 << 17

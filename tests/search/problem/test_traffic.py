@@ -6,8 +6,8 @@ import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.traffic import HideableKind, Part, Pool
+from autoshard.search.step_problem import StepProblem
 from tests.search.chain import chain, mean_square
 
 LAYERS = 4
