@@ -144,8 +144,8 @@ def solve(
       limit_bytes: the limit of every row.
       rows: rows known beforehand.
       violated: gives the rows that an assignment overflows; called only for assignments better than the incumbent.
-      time_limit_s: after it, the incumbent is returned with its gap. The first sweeps run in any case: an answer needs a
-        bound.
+      time_limit_s: after it, the incumbent is returned with its gap. The first sweeps run in any case, and starting
+        assignments are tried until one fits: an answer needs a bound.
       relative_gap: stop when the gap is at most this.
       cutoff_s: a cost that the answer must beat by more than the gap; hopeless problems end early.
       known_s: a known lower bound on every fitting assignment's cost; an assignment within the gap of it is enough.
@@ -223,7 +223,7 @@ class Search:
         return self.stages[0] == self._begin and not self._is_closed(whole)
 
     def _begin(self, whole: Relaxation) -> None:
-        """Takes over the opening's results under this search's rows and cutoff."""
+        """Takes over the opening's results under this search's rows and cutoff, and a starting assignment in any case."""
         whole.trws = self.opening.swept[0].copy()
         whole.take_note(self.opening.swept[1])
         whole.close(self.opening.bound_s)
@@ -233,7 +233,7 @@ class Search:
             self.planes.of(labels, cost_s)
             self._offer(labels)
         self._drop(whole)
-        if self._is_open(whole) and self._settled is None:
+        if not self._is_closed(whole) and self._settled is None:
             self._start()
             self._drop(whole)
 

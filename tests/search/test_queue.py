@@ -13,6 +13,7 @@ from autoshard.search.options import Options
 from autoshard.search.solver.clock import WorkClock
 from autoshard.search.space.candidates import (
     AGAIN,
+    SPARE_SHARE,
     OfForm,
     OfPlan,
     OfRewrite,
@@ -186,8 +187,9 @@ def rewrites(search, monkeypatch, *savings, found=()):
 
 
 def test_a_rewrite_that_missed_rules_out_those_that_save_little_more(monkeypatch):
-    every = rewrites(queue(), monkeypatch, 20, 15, 39, 40, found=[(0.5, GIB + 20.0)])
-    assert all(one.saves_enough for one in every)
+    saves = (SPARE_SHARE * GIB + more for more in (10, 9, 29, 30))
+    every = rewrites(queue(), monkeypatch, *saves, found=[(0.5, GIB + 20.0)])
+    assert [one.saves_enough for one in every] == [True, False, True, True]
     every[0].take(1.0)
     assert [one.saves_enough for one in every] == [False, False, False, True]
     assert [one.estimate_s for one in every] == [math.inf, math.inf, math.inf, 1.0]
@@ -213,7 +215,7 @@ def test_the_rewrite_that_saves_most_has_a_turn_in_any_case(monkeypatch):
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_rewrite_that_saves_enough_comes_first_until_there_is_a_plan(monkeypatch, is_first):
     search = queue()
-    fast, enough = search.open = rewrites(search, monkeypatch, 5, 20)
+    fast, enough = search.open = rewrites(search, monkeypatch, 5, SPARE_SHARE * GIB + 10)
     enough.rewrite = replace(enough.rewrite, cost_s=2.0)
     if not is_first:
         search.trials.shared.best = plan(3.0)

@@ -234,6 +234,18 @@ def test_a_beginning_that_fits_is_an_incumbent(seed):
     assert search.cost_s < problem.cost_s(start)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_beginning_that_fits_is_an_answer_though_there_was_no_time(seed):
+    problem, (row,) = layered(3, 2, 4, seed)
+    row_bytes = every_row_bytes(problem, row)
+    start = tuple(map(int, np.unravel_index(row_bytes.argmin(), problem.num_labels)))
+    opening = Opening(problem, lambda: [start], WorkClock())
+    limit_bytes = row.total_bytes(start)
+    assert row.total_bytes(opening.descended) > limit_bytes
+    violated = separation_oracle((row,), None, limit_bytes)
+    assert branch_and_bound.Search(opening, limit_bytes, violated, 0.0).run(0.0).labels == start
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_search_goes_on_where_it_ended(seed):
     """In turns that take longer and longer it ends with the optimum, and its bound never falls."""
