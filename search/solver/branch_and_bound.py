@@ -223,7 +223,8 @@ class Search:
         return self.stages[0] == self._begin and not self._is_closed(whole)
 
     def _begin(self, whole: Relaxation) -> None:
-        """Takes over the opening's results under this search's rows and cutoff, and a starting assignment in any case."""
+        """Takes over the opening's results under this search's rows and cutoff, and a starting assignment if there is no time
+        for more."""
         whole.trws = self.opening.swept[0].copy()
         whole.take_note(self.opening.swept[1])
         whole.close(self.opening.bound_s)
@@ -233,7 +234,7 @@ class Search:
             self.planes.of(labels, cost_s)
             self._offer(labels)
         self._drop(whole)
-        if not self._is_closed(whole) and self._settled is None:
+        if not self._is_closed(whole) and (self._settled is None or self._left_s() <= 0):
             self._start()
             self._drop(whole)
 

@@ -46,8 +46,8 @@ RESIDUAL_PASSES = 5
 """Largest number of passes through memory that a residual takes, if a loop stacks it. Source: `search.memory.passes`."""
 
 SPARE_SHARE = 0.05
-"""Share of the cap that a rewrite saves besides the missing bytes if it is enough by itself. Source: 28 of 33 such rewrites are
-plans in their first turn (`benchmarks.caps`), where kernels need 1% more than estimated in the median, and up to 28%."""
+"""Share of the cap that a rewrite saves besides the missing bytes if it is enough by itself. Source: 28 of 33 such rewrites
+are plans in their first turn (`benchmarks.caps`). Kernels need 1% more than estimated in the median, and up to 28%."""
 
 AGAIN = 1.25
 """Multiple of its estimate at which a rewrite has another turn, if the turn before it found nothing in time. Source: a
