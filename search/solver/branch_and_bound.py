@@ -223,8 +223,8 @@ class Search:
         return self.stages[0] == self._begin and not self._is_closed(whole)
 
     def _begin(self, whole: Relaxation) -> None:
-        """Takes over the opening's results under this search's rows and cutoff, and a starting assignment if there is no time
-        for more."""
+        """Takes over the opening's results under this search's rows and cutoff; and starting assignments, unless others can
+        be found."""
         whole.trws = self.opening.swept[0].copy()
         whole.take_note(self.opening.swept[1])
         whole.close(self.opening.bound_s)
