@@ -9,6 +9,7 @@ import pytest
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search import applying, driver
+from autoshard.search import result as results
 from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
@@ -39,7 +40,7 @@ def found(share):
 
 
 def test_what_few_layers_say_is_put_on_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(driver, "UNUSED_SHARE", 1.0)  # however little is held, no more is looked for
+    monkeypatch.setattr(results, "UNUSED_SHARE", 1.0)  # however little is held, no more is looked for
     result, said = found(0.6)
     assert "the same on all layers" in said
     assert "all layers" not in said
@@ -55,7 +56,7 @@ def test_what_few_layers_say_is_put_on_all(tmp_path, monkeypatch):
 def test_where_fewer_might_do_all_layers_are_searched(share, monkeypatch):
     result, said = found(share)
     assert said.index("the same on all layers") < said.index("all layers")
-    monkeypatch.setattr(driver, "shortened", lambda *args: None)
+    monkeypatch.setattr(results, "shortened", lambda *args: None)
     whole, _ = found(share)
     assert result.plan.estimates.step_s <= whole.plan.estimates.step_s
     assert len(result.problem.offloaded_sites) <= len(whole.problem.offloaded_sites)

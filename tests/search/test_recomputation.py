@@ -21,6 +21,7 @@ from autoshard.search.mesh_problem import NO_CAP, RELATIVE_GAP, MeshProblem
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.plan.shardings import step_sharding
 from autoshard.search.problem.equivalence import folded_like
 from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
@@ -187,7 +188,7 @@ def test_the_program_gives_the_numbers_of_one_device(is_scanned):
         step_problem = StepProblem.of(small, (), CLUSTER.device, sites)
         on_mesh = step_problem.on(CLUSTER, (8,))
         labels = on_mesh.solve(on_mesh.pinned({}), 1 << 40, 2.0).labels
-        sharding = driver.step_sharding(on_mesh.memory.costed, labels)
+        sharding = step_sharding(on_mesh.memory.costed, labels)
         program = build(step_problem.step, sharding, jax.devices())
         wanted = jax.jit(step_of(is_scanned))(params, x)
         got = program.fn(*jax.device_put(jax.tree.map(jnp.copy, (params, x)), program.shardings))
