@@ -382,7 +382,7 @@ class OfRewrite:
             self.mesh.least_spare_bytes = max(self.mesh.least_spare_bytes, self.spare_bytes + missed_bytes)
         if (
             trials.best is None and self.num_turns == 1
-        ):  # with a plan, only faster ones are known to miss the cap
+        ):  # with a plan, only faster strategies are known to miss
             missed_bytes = missed_bytes if is_too_large else MISSES_BY * trials.options.memory_bytes
             solved.enough_bytes = max(solved.enough_bytes, self.spare_bytes + missed_bytes)
         has_turns_left = self.num_turns == 1 if is_too_large else early.is_over
