@@ -325,10 +325,12 @@ class OfRewrite:
 
     @property
     def saves_enough(self) -> bool:
-        """True if the fastest strategies seem to keep to the cap with this rewrite, and were not tried yet."""
+        """True if the fastest strategies seem to keep to the cap with this recomputation, and were not tried yet. To offload
+        as much may be far slower than other strategies."""
+        if self.num_turns or self.rewrite.offloads or self.estimate_s == math.inf:
+            return False
         solved = self.mesh.solved
-        enough_bytes = max(SPARE_SHARE * solved.trials.options.memory_bytes, solved.enough_bytes)
-        return not self.num_turns and self.spare_bytes >= enough_bytes and self.estimate_s < math.inf
+        return self.spare_bytes >= max(SPARE_SHARE * solved.trials.options.memory_bytes, solved.enough_bytes)
 
     @property
     def estimate_s(self) -> float:

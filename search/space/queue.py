@@ -12,10 +12,10 @@ A candidate is a set of plans that is not searched yet. There are three kinds, e
 A step with attention has two forms (`search.space.long_sequences`). The second one is a candidate, too. When its turn comes,
 its variants join the queue, and the search may take a quarter longer.
 
-The candidate with the least estimated time has the next turn (`search.space.candidates`). Before there is a plan, a rewrite
-that saves enough by itself comes first. If no estimate is below the best plan, its step has turns on other meshes. The queue
-ends if those promise nothing either, or if time is over. Without a plan it has as long again for each form of the step, and
-then the candidate with the least memory comes first.
+The candidate with the least estimated time has the next turn (`search.space.candidates`). Before there is a plan,
+recomputation that saves enough by itself comes first. If no estimate is below the best plan, its step has turns on other
+meshes. The queue ends if those promise nothing either, or if time is over. Without a plan it has as long again for each form
+of the step, and then the candidate with the least memory comes first.
 
 If the compiler finds that a plan needs more than it may, the search goes on under a lower cap (`Queue.under`).
 """
@@ -213,8 +213,8 @@ class Queue:
         return min(promising, key=lambda one: (_rank(one[1]), one[1].estimate_s), default=None)
 
     def _urgency(self, candidate: Candidate) -> tuple[float, ...]:
-        """The key by which candidates are ordered if there is no plan, the next one first. A rewrite that saves enough by
-        itself is a plan soon; others may be faster, but the solver must find strategies that hold less."""
+        """The key by which candidates are ordered if there is no plan, the next one first. Recomputation that saves
+        enough is a plan soon; others may be faster, but the solver must find strategies that hold less."""
         estimate_s, least_bytes = max(candidate.estimate_s, self.floor_s), candidate.least_bytes
         is_rewrite = isinstance(candidate, OfRewrite)
         if self._is_extended:
