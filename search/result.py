@@ -61,7 +61,7 @@ class Form:
     @classmethod
     def of(cls, step: Step, options: Options) -> "Form":
         """A form with its shortened step, if it has equal layers."""
-        return cls(step, shortened(step, equivalence_keys(step, options_json(options))))
+        return cls(step, shortened(step, equivalence_keys(step, _options_json(options))))
 
     @property
     def searched(self) -> Step:
@@ -189,7 +189,12 @@ type GoOn = Callable[[Options, Progress], SearchResult]
 def planned(
     step: Step, plan: Plan, cluster: Cluster, place: str, like: StepProblem | None = None
 ) -> StepProblem:
-    """The prepared step with a plan's rewrites, folded like the shortened step if one is given."""
+    """The prepared step with a plan's rewrites, folded like the shortened step if one is given.
+
+    Raises:
+      PlanError: the plan decides something that the step or the cluster does not have. The message begins with its place.
+      CoarseError: it separates ops that one op represents.
+    """
     marks = pin_marks(step, plan.options.get("pin", {}))
     split = in_microbatches(step, plan, place)
     sites = offloaded_sites = frozenset[Site]()
@@ -223,7 +228,11 @@ def planned(
 
 
 def in_microbatches(step: Step, plan: Plan, place: str) -> Step:
-    """The step that a plan runs, before recomputation."""
+    """The step that a plan runs, before recomputation.
+
+    Raises:
+      PlanError: it cannot be split into the plan's microbatches.
+    """
     try:
         return microbatched(step, plan.decisions.microbatches)
     except InputError as e:
@@ -238,6 +247,16 @@ def finished(
     meshes: tuple[tuple[int, ...], ...],
     watch: Stopwatch,
 ) -> SearchResult:
+    """The result with its plan written down: decisions by name, estimates, and the time that the search took.
+
+    Args:
+      form: the form of the step that runs.
+      found: the strategies.
+      cluster: the cluster that will run it.
+      options: what the user asked for.
+      meshes: the meshes that were searched: sizes of their axes.
+      watch: the time of each part of the search.
+    """
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
     sites, offloaded_sites = step_problem.sites, step_problem.offloaded_sites
     retention = (
@@ -253,7 +272,7 @@ def finished(
         fingerprint=fingerprint(step.spelled_out or step),
         jax=jax.__version__,
         cluster=cluster.to_json(),
-        options=options_json(options),
+        options=_options_json(options),
         meshes=meshes,
         memory_bytes=options.memory_bytes,
         executor=JIT,
@@ -277,7 +296,7 @@ def equivalence_keys(step: Step, options: Mapping[str, Any]) -> list[Any]:
     return list(zip(pin_marks(step, options.get("pin", {})), is_named, strict=True))
 
 
-def options_json(options: Options) -> dict[str, Any]:
+def _options_json(options: Options) -> dict[str, Any]:
     """The options that the user gave, JSON-ready."""
     given: dict[str, Any] = {}
     if options.mesh is not None:
