@@ -262,6 +262,7 @@ def test_of_what_recomputes_a_bound_is_proven_on_every_mesh():
 
 @pytest.mark.parametrize(("is_missing", "estimated"), [(False, [(2, 4)]), (True, [(2, 4), (8,)])])
 def test_other_meshes_are_estimated_where_the_fastest_one_does_not_do(monkeypatch, is_missing, estimated):
+    cap_bytes = int(0.94 * found(False, None).plan.estimates.peak_bytes)
     shapes, begin, fits = [], Estimates.__init__, MeshProblem.fitting
 
     def recorded(estimates, step_problem, uncapped, *args):
@@ -275,7 +276,6 @@ def test_other_meshes_are_estimated_where_the_fastest_one_does_not_do(monkeypatc
 
     monkeypatch.setattr(Estimates, "__init__", recorded)
     monkeypatch.setattr(MeshProblem, "fitting", fitting)
-    cap_bytes = int(0.94 * found(False, None).plan.estimates.peak_bytes)
     best = driver.find(traced(False), CLUSTER, Options(cap_bytes, offload="never", microbatches=1))
     assert list(dict.fromkeys(shapes)) == estimated
     assert best.on_mesh.shape in {(8,) if is_missing else (2, 4), (2, 2, 2)}  # or on a split of it
