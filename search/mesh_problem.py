@@ -25,7 +25,7 @@ from autoshard.search.solver.clock import Deadline, SearchClock
 from autoshard.search.solver.neighbourhoods import reoptimised
 from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
 from autoshard.search.solver.separation import Violated, separation_oracle
-from autoshard.search.tightening import MAX_ROWS, Round, tightened
+from autoshard.search.tightening import Round, tightened
 
 RELATIVE_GAP = 5e-3
 """Plans within this share of the optimum count as optimal, because the cost model is not finer."""
@@ -50,13 +50,6 @@ FIRST_SHARE = 0.25
 
 ROUND_SHARE = 0.5
 """Share of the time left that the solver gets in a later round. Source: a choice of ours; there are three or four rounds."""
-
-NEARLY_FITS = 1.1
-"""If kernels need less than this multiple of the cap, more rounds are worth additional time. Source: a choice of ours;
-a round that starts from the last one takes a tenth of the first round's time."""
-
-EXTRA_S = 1.0
-"""Seconds of additional time for such rounds."""
 
 LEAST_ROUND_S = 0.25
 """Seconds that the solver may take in a round in any case."""
@@ -194,8 +187,7 @@ class MeshProblem:
     ) -> tuple[branch_and_bound.Solution, Prediction]:
         """The cheapest of the kept strategies whose kernels fit on a device.
 
-        No others are looked for if the first ones do not fit, and are faster than the cutoff by less than the gap. If
-        strategies need little more than the limit, others are looked for up to `EXTRA_S` longer than the time limit.
+        No others are looked for if the first ones do not fit, and are faster than the cutoff by less than the gap.
 
         The bound of the solution or of the error is the first round's. It holds for all kept strategies that fit in
         program order (`Memory.profile`), whether or not their kernels fit.
@@ -213,23 +205,21 @@ class MeshProblem:
           TooLargeError: strategies were found, but their kernels need more than the limit.
         """
         deadline = Deadline.after(time_limit_s, self.clock)
-        last = Deadline.after(time_limit_s + EXTRA_S, self.clock)
-        best = None
 
         def solved(
             under_bytes: float, rows: Sequence[MemoryConstraint], left_s: float, known: Known
         ) -> _Simulated:
-            beat_s = best[0].cost_s if best else cutoff_s
-            solution = self.solve(kept, int(under_bytes), left_s, beat_s, rows, relative_gap, known)
+            own = [row.under(limit_bytes, under_bytes) for row in rows]
+            solution = self.solve(kept, int(under_bytes), left_s, cutoff_s, own, relative_gap, known)
             return self._round(solution, solution.labels, limit_bytes)
 
         def propose(under_bytes: float, rows: Sequence[MemoryConstraint]) -> _Simulated | None:
-            if under_bytes == limit_bytes and not rows:
+            if not rows and under_bytes == limit_bytes:
                 return _under_cap(partial(solved, limit_bytes, ()), limit_bytes, deadline, known)
             try:
                 return solved(under_bytes, rows, max(ROUND_SHARE * deadline.left_s, LEAST_ROUND_S), known)
             except NoFitError:
-                if last.is_over:
+                if deadline.is_over:
                     raise
                 return None
 
@@ -240,14 +230,11 @@ class MeshProblem:
             for latest in chain((first,), rounds):
                 solution, found = latest.proposal
                 if latest.needed_bytes <= limit_bytes:
-                    best = latest.proposal
+                    return replace(solution, bound_s=bound_s), found
                 nearest = min(nearest, latest, key=lambda one: one.needed_bytes)
                 is_hardly_faster = solution.cost_s >= (1 - RELATIVE_GAP) * cutoff_s
-                is_near = best is None and nearest.needed_bytes <= NEARLY_FITS * limit_bytes
-                if is_hardly_faster or (last if is_near else deadline).is_over:
+                if is_hardly_faster or deadline.is_over:
                     break
-        if best:
-            return replace(best[0], bound_s=bound_s), best[1]
         solution, found = nearest.proposal
         raise TooLargeError(solution.labels, found, limit_bytes, bound_s=bound_s)
 
@@ -265,14 +252,13 @@ class MeshProblem:
             labels = self._near_smallest(kept, rows, deadline)
             return self._round(labels, labels, 0.0)
 
-        rows = ()
-        for _ in range(1 + MAX_ROWS):
+        rows, sees_all = (), False
+        while not sees_all:
             latest = propose(rows)
             labels, predicted = latest.proposal
             found.append((labels, self.larger_peak(labels, predicted)))
-            if latest.blind_row is None or not latest.is_blind(latest.expected_bytes) or deadline.is_over:
-                break
-            rows = (*rows, latest.blind_row())
+            rows = (*rows, *latest.rows())
+            sees_all = latest.needed_bytes <= PEAK_SLACK * latest.expected_bytes or deadline.is_over
         labels, peak = min(found, key=lambda one: one[1].num_bytes)
         return self._lowered(kept, labels, peak, whole)
 
@@ -353,7 +339,10 @@ class MeshProblem:
             raise NoFitError(f"no strategies fit {limit_bytes} bytes", bound_s=np.inf)
         if self.host.least_bytes(kept) > self.host_limit_bytes:
             raise NoFitError(f"no strategies fit {self.host_limit_bytes} bytes of the host's", bound_s=np.inf)
-        search = self._search(kept, limit_bytes, rows, relative_gap, known)
+        own_rows = [restricted_row(row, kept) for row in rows]
+        if any(row.least_bytes > limit_bytes * (1 + ROUNDING) for row in own_rows):
+            raise NoFitError(f"no strategies keep a row to {limit_bytes} bytes", bound_s=np.inf)
+        search = self._search(kept, limit_bytes, own_rows, relative_gap, known)
         solution = search.run(time_limit_s, cutoff_s, known.bound_s)
         return replace(solution, labels=_original(kept, solution.labels))
 
@@ -369,8 +358,7 @@ class MeshProblem:
         key = tuple(one.tobytes() for one in kept), limit_bytes, relative_gap
         if not rows and key in self._last_search:
             return self._last_search[key]
-        own_rows = [restricted_row(row, kept) for row in rows]
-        violated = separation_oracle(own_rows, self._violated(kept, limit_bytes), limit_bytes)
+        violated = separation_oracle(rows, self._violated(kept, limit_bytes), limit_bytes)
         opening = self._opening(kept, known)
         search = branch_and_bound.Search(opening, float(limit_bytes), violated, relative_gap, NUM_STEPS)
         if not rows:
@@ -460,17 +448,12 @@ class MeshProblem:
     ) -> Round[tuple[MilpResult, Prediction]]:
         """An answer of the solver, with the memory that the rows and the kernels find for it."""
         predicted, expected_bytes = self.predicted(labels, limit_bytes), self.memory.peak(labels).num_bytes
-        needed_bytes = predicted.needed_bytes
-        if (
-            needed_bytes > predicted.least.num_bytes
-        ):  # in another order of the kernels, which no row describes
-            return Round((answer, predicted), expected_bytes, needed_bytes)
-        return Round(
-            (answer, predicted),
-            expected_bytes,
-            needed_bytes,
-            lambda: self.memory.row_of(predicted.least, labels),
-        )
+
+        def rows() -> tuple[MemoryConstraint, ...]:
+            highest = predicted.over(limit_bytes or expected_bytes)
+            return tuple(self.memory.row_of(one, labels) for one in highest)
+
+        return Round((answer, predicted), expected_bytes, predicted.needed_bytes, rows)
 
     def _restricted(self, kept: Sequence[np.ndarray]) -> Problem:
         if self._are_all(kept):

@@ -29,9 +29,10 @@ from autoshard.search.problem.halos import HALO, Exchange
 from autoshard.search.problem.kernels import runs_alone
 from autoshard.search.problem.layouts import PRODUCT, Order
 from autoshard.search.problem.live_ranges import LiveRanges, Resident
-from autoshard.search.problem.memory_rows import Arrival
+from autoshard.search.problem.memory_rows import Origin
 from autoshard.search.problem.reshard import SLICE
 from autoshard.search.problem.reshard_paths import ReshardPaths
+from autoshard.search.problem.strategy_graph import Port
 
 TO_HOST, FROM_HOST = TRANSFERS = ("to host", "from host")
 """Kinds of communication with the host."""
@@ -56,7 +57,7 @@ class Buffer:
       resident: its kind.
       is_argument: whether it is held from the step's start to its end.
       loops: the loops in which it is made.
-      arrival: the resharded operand, if a collective makes the buffer for one reader alone.
+      origin: its value; None if its bytes depend on no single value.
       repeats: the number of arrays for which it stands, one of each of the corresponding blocks.
       alike: a key that it shares with its counterparts in other blocks; None where it has none.
     """
@@ -65,7 +66,7 @@ class Buffer:
     resident: Resident
     is_argument: bool
     loops: Loops
-    arrival: Arrival | None = None
+    origin: Origin | None = None
     repeats: int = 1
     alike: Hashable = None
 
@@ -245,7 +246,7 @@ class _Lowering:
         if op.results and self.live_ranges.fusion.shared_constants.issuperset(op.results):
             (v,) = op.results
             local_bytes = self.paths.local_bytes(v, self.paths.made(v))
-            self.sources[v] = (self._buffer(local_bytes, Resident.TEMPORARIES, (), False),)
+            self.sources[v] = (self._buffer(local_bytes, Resident.TEMPORARIES, (), False, self._made_at(v)),)
             self.constants.update(self.sources[v])
             return
         if self._is_converted_on_arrival(i, op):
@@ -317,7 +318,7 @@ class _Lowering:
         held_bytes = (
             0.0 if self.program.values[v].is_on_host else self.paths.local_bytes(v, self.paths.made(v))
         )
-        self.sources[v] = (self._buffer(held_bytes, role, (), True),)
+        self.sources[v] = (self._buffer(held_bytes, role, (), True, self._made_at(v)),)
 
     def _kernels(self, i: int, op: FlatOp, read: tuple[int, ...]) -> None:
         """Makes an op's own kernel, and the collectives that bring its results to rest."""
@@ -326,7 +327,11 @@ class _Lowering:
         is_in_place = one is not None and one.is_in_place
         makes = tuple(
             self._buffer(
-                0.0 if is_in_place else self._bytes_made(v), self.live_ranges.resident(v), loops, False
+                0.0 if is_in_place else self._bytes_made(v),
+                self.live_ranges.resident(v),
+                loops,
+                False,
+                self._made_at(v),
             )
             for v in op.results
         )
@@ -341,9 +346,11 @@ class _Lowering:
         for v in op.results:
             for axes, num_bytes in self.reductions(self.folded.class_of[i]):
                 summed = Communication("all-reduce", axes, num_bytes, str(self.program.values[v].dtype))
-                self.sources[v] = (self._launched(i, v, self.sources[v], summed, (), num_bytes),)
+                made = self._launched(i, v, self.sources[v], summed, (), num_bytes)
+                self.buffers[made] = replace(self.buffers[made], origin=self._made_at(v))
+                self.sources[v] = (made,)
             for step in self.paths.to_rest(v):
-                self.sources[v] = self._taken(i, v, "", None, self.sources[v], step)
+                self.sources[v] = self._taken(i, v, "", self._resting_at(v), self.sources[v], step)
 
     def _reads(self, i: int) -> tuple[int, ...]:
         """The buffers that an op reads, also through its fused operands."""
@@ -354,7 +361,7 @@ class _Lowering:
                 continue  # a body's result that a carry reads, which is made later
             source = self.sources[v]
             if self.paths.to_reader(i, operand).path:
-                source = self._sent(i, i, operand, self._arrival(i, operand))
+                source = self._sent(i, i, operand, self._arriving_at(i, operand))
             read |= dict.fromkeys(self._rewritten(i, operand, source))
         return tuple(read)
 
@@ -374,20 +381,24 @@ class _Lowering:
             read: Hashable = (self.live_ranges.fusion.seen_through(v), copy)
             num_bytes = self.workspaces.copied_bytes(i, operand)
             if isinstance(copy, ConvolutionCopy):
-                return self._copied(i, source, read, num_bytes, (copy.spatial, num_bytes))
+                return self._copied(i, operand, source, read, num_bytes, (copy.spatial, num_bytes))
             seen = self.live_ranges.fusion.seen_through(v)
             shape, spec = self.program.values[seen].shape, self.paths.made(seen)
             part = shard_shape(spec, shape, self.mesh.shape)
             itemsize = self.program.values[v].itemsize
             root = Copies(copy, self.live_ranges.fusion.layouts.is_tiled(seen, copy, part, itemsize))
-            return self._copied(i, source, read, num_bytes, (shape, spec), root)
+            return self._copied(i, operand, source, read, num_bytes, (shape, spec), root)
         if is_kernel and all(self.buffers[b].is_argument for b in source):
-            return self._copied(i, source, operand, sum(self.buffers[b].num_bytes for b in source), None)
+            return self._copied(
+                i, operand, source, operand, sum(self.buffers[b].num_bytes for b in source), None
+            )
         reshard = self.paths.to_reader(i, operand)
         steps = reshard.path
         if steps and steps[-1].kind == SLICE:  # neither reads a part of an array that every device has
             num_bytes = self.paths.local_bytes(op.operands[operand], steps[-1].after)
-            return self._copied(i, source, steps[-1].after, num_bytes, None, after=self._tie(reshard.phase))
+            return self._copied(
+                i, operand, source, steps[-1].after, num_bytes, None, after=self._tie(reshard.phase)
+            )
         return source
 
     def _with_halos(
@@ -404,11 +415,14 @@ class _Lowering:
         port = self.costed.graph.ports[self.folded.class_of[i], operand, False]
         copied_bytes = self.workspaces.copied_bytes(i, operand)
         part_bytes = copied_bytes or self.paths.local_bytes(v, self.paths.spec(port))
-        return self._copied(i, source + rows, HALO, prod(one.growth for one in halos) * part_bytes, None)
+        return self._copied(
+            i, operand, source + rows, HALO, prod(one.growth for one in halos) * part_bytes, None
+        )
 
     def _copied(
         self,
         i: int,
+        operand: int,
         source: tuple[int, ...],
         read: Hashable,
         num_bytes: float,
@@ -421,7 +435,8 @@ class _Lowering:
         key = (source, read, num_bytes)
         if key not in self.rewritten:
             loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
-            made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
+            origin = self._read_at(i, operand)
+            made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False, origin),)
             time = self.times.of_moving(2 * num_bytes) * runs
             kernel = Kernel(i, source, made, after, None, 0.0, time, loops, nest, root)
             looped = (source, nest, loops) if root and not root.is_tiled else None
@@ -439,15 +454,31 @@ class _Lowering:
         self.kernels[k] = replace(one, makes=(*one.makes, *kernel.makes), time=one.time + kernel.time)
         self.made_by |= dict.fromkeys(kernel.makes, k)
 
-    def _arrival(self, i: int, operand: int) -> Arrival:
-        v = self.program.ops[i].operands[operand]
-        port = self.costed.graph.ports[self.folded.class_of[i], operand, False]
-        return Arrival(port, self.program.values[v].num_bytes, self.paths.resting(v))
+    def _made_at(self, v: int) -> Origin:
+        """The origin of an array in the spec in which a value is made."""
+        i, r = self.live_ranges.maker[v]
+        return Origin(self.costed.graph.ports[self.folded.class_of[i], r, True])
 
-    def _sent(self, at: int, i: int, operand: int, arrival: Arrival | None = None) -> tuple[int, ...]:
+    def _resting_at(self, v: int) -> Origin:
+        """The origin of an array in the spec in which a value rests."""
+        i, r = self.live_ranges.maker[v]
+        rest = self.costed.graph.copy_of.get((self.folded.class_of[i], r, ReadPhase.REST))
+        return Origin(Port(rest.node, ())) if rest else self._made_at(v)
+
+    def _read_at(self, i: int, operand: int) -> Origin:
+        """The origin of an array in the spec in which an op reads an operand."""
+        return Origin(self.costed.graph.ports[self.folded.class_of[i], operand, False])
+
+    def _arriving_at(self, i: int, operand: int) -> Origin:
+        """The origin of an operand that is resharded for an op."""
+        return replace(
+            self._read_at(i, operand), source=self.paths.resting(self.program.ops[i].operands[operand])
+        )
+
+    def _sent(self, at: int, i: int, operand: int, origin: Origin | None = None) -> tuple[int, ...]:
         """The buffers in which an op gets an operand, its collectives launched at `at`."""
         v, reshard = self.program.ops[i].operands[operand], self.paths.to_reader(i, operand)
-        take = partial(self._taken, at, v, reshard.phase, arrival)
+        take = partial(self._taken, at, v, reshard.phase, origin)
         read = v, self.program.ops[i].operand_counts[operand]
         return self.shared.arrive(read, reshard, lambda: self.sources[v], take)
 
@@ -456,7 +487,7 @@ class _Lowering:
         i: int,
         v: int,
         phase: str,
-        arrival: Arrival | None,
+        origin: Origin | None,
         source: tuple[int, ...],
         step: ReshardStep,
     ) -> tuple[int, ...]:
@@ -470,7 +501,7 @@ class _Lowering:
         made = self._launched(i, v, source, what, self._tie(phase), num_bytes)
         if step.is_narrowed and self._is_widened(v):
             made = self._converted(i, v, made, step)
-        self.buffers[made] = replace(self.buffers[made], arrival=arrival)
+        self.buffers[made] = replace(self.buffers[made], origin=origin)
         return (made,)
 
     def _is_widened(self, v: int) -> bool:
@@ -611,12 +642,19 @@ class _Lowering:
         """An array of one number: XLA makes a new one for each kernel that reads it, right before it."""
         return self._buffer(self.buffers[pattern].num_bytes, Resident.TEMPORARIES, loops, False)
 
-    def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
+    def _buffer(
+        self,
+        num_bytes: float,
+        resident: Resident,
+        loops: Loops,
+        is_argument: bool,
+        origin: Origin | None = None,
+    ) -> int:
         repeats = self.program.ops[self.at].repeats
         self.num_made += 1
         place = self.places[self.at] if self.places else None
         alike = None if place is None else (place, self.num_made, num_bytes)
-        self.buffers.append(Buffer(num_bytes, resident, is_argument, loops, None, repeats, alike))
+        self.buffers.append(Buffer(num_bytes, resident, is_argument, loops, origin, repeats, alike))
         return len(self.buffers) - 1
 
     def _loops(self, i: int, op) -> Loops:

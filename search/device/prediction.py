@@ -83,6 +83,11 @@ class Prediction:
             return least_bytes
         return max(least_bytes, self._scheduled.num_bytes)
 
+    def over(self, limit_bytes: float) -> tuple[Peak, ...]:
+        """The moments at which the order of least memory holds more than a limit: the highest one of each stretch."""
+        found = self._occupancy.peaks(program_order(self._plain), limit_bytes / (1 + MARGIN))
+        return tuple(one for one in map(_with_margin, found) if one.num_bytes > limit_bytes)
+
     @cached_property
     def peak(self) -> Peak:
         """The peak of device memory."""

@@ -66,13 +66,19 @@ class Occupancy:
 
     def peak(self, order: Sequence[int]) -> Peak:
         """The highest point of a schedule."""
+        return self.peaks(order)[0]
+
+    def peaks(self, order: Sequence[int], over_bytes: float = np.inf) -> tuple[Peak, ...]:
+        """The highest point of a schedule, and those of the other stretches that hold more than a limit."""
         run, buffer, num_bytes, start, dies = self._held(order)
         held = _over_places(len(run), start, dies[buffer], num_bytes)
         total = held + self._workspace_bytes[run] - self._in_place_bytes[run]
-        where = int(np.argmax(total))
-        alive = np.flatnonzero((start <= where) & (where <= dies[buffer]))
-        held_there = list(zip(buffer[alive].tolist(), num_bytes[alive].tolist(), strict=True))
-        return self._peak(float(total[where]), self.lowered.kernels[run[where]], held_there)
+        found = list[Peak]()
+        for where in _highest(total, over_bytes):
+            alive = np.flatnonzero((start <= where) & (where <= dies[buffer]))
+            held_there = list(zip(buffer[alive].tolist(), num_bytes[alive].tolist(), strict=True))
+            found.append(self._peak(float(total[where]), self.lowered.kernels[run[where]], held_there))
+        return tuple(found)
 
     def course(self, order: Sequence[int]) -> dict[Resident, np.ndarray]:
         """Bytes by kind of resident at each place of a schedule; kinds that are never there are left out."""
@@ -142,8 +148,12 @@ class Occupancy:
                 residents[buffers[b].resident] += held_bytes
         residents[Resident.TEMPORARIES] += kernel.workspace_bytes
         there = tuple((r, num_bytes) for r, num_bytes in residents.items() if num_bytes > 0)
-        arrivals = tuple(arrival for b, _ in alive if (arrival := buffers[b].arrival) is not None)
-        return Peak(num_bytes, kernel.position, there, arrivals)
+        held = tuple(
+            (origin, held_bytes)
+            for b, held_bytes in alive
+            if held_bytes and b not in _in_place(kernel) and (origin := buffers[b].origin)
+        )
+        return Peak(num_bytes, kernel.position, there, held)
 
     def _stretches(self, is_start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Per buffer: the first and the last place in the schedule at which it is held."""
@@ -160,6 +170,14 @@ class Occupancy:
         kernel, buffer, loop = self.used.T
         np.maximum.at(dies, buffer, _unless_inside(loop, ends, last[kernel]))
         return born, dies
+
+
+def _highest(total: np.ndarray, over: float) -> list[int]:
+    """The highest place, and those of the other stretches of places that are above a limit; the highest first."""
+    is_over = np.flatnonzero(total > over)
+    stretches = np.split(is_over, np.flatnonzero(np.diff(is_over) > 1) + 1) if len(is_over) else []
+    found = {int(one[np.argmax(total[one])]) for one in stretches} | {int(np.argmax(total))}
+    return sorted(found, key=lambda at: (-total[at], at))
 
 
 def seconds(lowered: Lowered, order: Sequence[int]) -> float:

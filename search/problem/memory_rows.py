@@ -26,18 +26,16 @@ from autoshard.search.solver.pbqp import MemoryConstraint
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A value that is resharded for one operand.
+class Origin:
+    """The value of an array.
 
     Attributes:
-      port: the operand's port, whose node's strategy decides the bytes that arrive.
-      num_bytes: bytes of the whole value.
-      source: the spec that it comes from; in this spec nothing would have to arrive.
+      port: the value's port, whose node's strategy decides a device's part.
+      source: if the value was resharded for an operand, the spec that it comes from; in this spec there is no such array.
     """
 
     port: Port
-    num_bytes: int
-    source: Spec
+    source: Spec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +46,13 @@ class Peak:
       num_bytes: bytes per device.
       position: the op at which it occurs.
       residents: bytes per device there, by kind of array; kinds without bytes are left out.
-      arrivals: the values in memory there that were resharded for one reader.
+      held: the arrays in memory there that have an origin, with their bytes per device.
     """
 
     num_bytes: float
     position: int
     residents: tuple[tuple[Resident, float], ...]
-    arrivals: tuple[Arrival, ...] = ()
+    held: tuple[tuple[Origin, float], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,21 +264,24 @@ class Memory:
         return np.flatnonzero((start <= at) & (at <= end)).tolist()
 
     def row_of(self, peak: Peak, chosen: Sequence[int]) -> MemoryConstraint:
-        """The memory at the peak of a device's kernels under these strategies: the bytes that the rows know; those
-        resharded for one reader, by that reader's strategy; and the rest as a constant."""
-        known = self.row(peak.position)
-        total = dict(known.bytes)
-        for arrival in peak.arrivals:
-            node = arrival.port.node
-            specs = port_specs(arrival.port, self.costed.strategies[node])
-            moves = (specs != np.array(arrival.source)).any(axis=1)
-            arrived = np.where(moves, arrival.num_bytes * self.costed.shares(arrival.port), 0.0)
-            total[node] = total[node] + arrived if node in total else arrived
-        accounted = sum(float(num_bytes[chosen[node]]) for node, num_bytes in total.items())
-        name = f"kernels at op {peak.position}, {len(peak.arrivals)} arrivals, {peak.num_bytes:.0f} bytes"
-        return MemoryConstraint(
-            name, tuple(sorted(total.items(), key=lambda item: item[0])), max(0.0, peak.num_bytes - accounted)
-        )
+        """The memory at a peak of a device's kernels, exact under the strategies that made it. Under others each array has
+        the part that they give it; the rest is a constant."""
+        total = _Bytes()
+        for origin, num_bytes in peak.held:
+            part = self._part(origin)
+            if here := part[chosen[origin.port.node]]:
+                total.add(origin.port.node, num_bytes / here * part)
+        known_bytes = sum(float(per_label[chosen[node]]) for node, per_label in total.in_order)
+        name = f"kernels at op {peak.position}, {len(peak.held)} arrays, {peak.num_bytes:.0f} bytes"
+        return MemoryConstraint(name, total.in_order, max(0.0, peak.num_bytes - known_bytes))
+
+    def _part(self, origin: Origin) -> np.ndarray:
+        """[strategies of its node]: the share of the value that a device holds in an array."""
+        share = self.costed.shares(origin.port)
+        if origin.source is None:
+            return share
+        specs = port_specs(origin.port, self.costed.strategies[origin.port.node])
+        return np.where((specs != np.array(origin.source)).any(axis=1), share, 0.0)
 
 
 class _Bytes:

@@ -8,7 +8,7 @@ limit.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -74,6 +74,10 @@ class MemoryConstraint:
         pairs = tuple((u, v, factor * num_bytes) for u, v, num_bytes in self.pairs)
         return MemoryConstraint(f"{self.name}, scaled", scaled, factor * self.fixed_bytes, expansion, pairs)
 
+    def under(self, own_bytes: float, limit_bytes: float) -> "MemoryConstraint":
+        """This row, whose limit is its own one, among rows of another limit."""
+        return replace(self, fixed_bytes=self.fixed_bytes + limit_bytes - own_bytes)
+
     def total_bytes(self, labels: Sequence[int]) -> float:
         """The row's value under a full assignment."""
         of_pairs = sum(float(num_bytes[labels[u], labels[v]]) for u, v, num_bytes in self.pairs)
@@ -82,6 +86,12 @@ class MemoryConstraint:
             + sum(float(per_label[labels[node]]) for node, per_label in self.bytes)
             + of_pairs
         )
+
+    @property
+    def least_bytes(self) -> float:
+        """A lower bound on the row's value under all assignments."""
+        of_pairs = sum(float(num_bytes.min()) for _, _, num_bytes in self.pairs)
+        return self.fixed_bytes + sum(float(per_label.min()) for _, per_label in self.bytes) + of_pairs
 
 
 Expansion = Callable[[Labels], MemoryConstraint]

@@ -45,10 +45,6 @@ LOOPS_MARGIN = 0.03
 RESIDUAL_PASSES = 5
 """Largest number of passes through memory that a residual takes, if a loop stacks it. Source: `search.memory.passes`."""
 
-SPARE_SHARE = 0.05
-"""Share of the cap that a rewrite saves besides the missing bytes if it is enough by itself. Source: 28 of 33 such rewrites
-are plans in their first turn (`benchmarks.caps`). Kernels need 1% more than estimated in the median, and up to 28%."""
-
 AGAIN = 1.25
 """Multiple of its estimate at which a rewrite has another turn, if the turn before it found nothing in time. Source: a
 choice of ours."""
@@ -329,8 +325,7 @@ class OfRewrite:
         as much may be far slower than other strategies."""
         if self.num_turns or self.rewrite.offloads or self.estimate_s == math.inf:
             return False
-        solved = self.mesh.solved
-        return self.spare_bytes >= max(SPARE_SHARE * solved.trials.options.memory_bytes, solved.enough_bytes)
+        return self.spare_bytes >= max(0.0, self.mesh.solved.enough_bytes)
 
     @property
     def estimate_s(self) -> float:

@@ -1,6 +1,5 @@
 """One mesh's problem against every assignment of a small step; which meshes are tried."""
 
-from contextlib import suppress
 from itertools import product
 from math import inf, prod
 
@@ -12,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.device.prediction import MARGIN, Prediction
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import RELATIVE_GAP, MeshProblem
+from autoshard.search.mesh_problem import RELATIVE_GAP, MeshProblem, TooLargeError
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.problem.strategies import port_specs
 from autoshard.search.solver.branch_and_bound import NoFitError
@@ -108,6 +108,15 @@ def test_rows_beside_the_profile_s_are_held_to_the_limit_too():
         found = ON_MESH.solve([kept_first, *ALL[1:]], 1 << 40, 10.0, rows=[row], relative_gap=0.0)
         assert found.labels[0] == dearest
         assert found.cost_s == pytest.approx(costs[dearest])
+
+
+def test_a_row_of_the_kernels_knows_the_origin_of_all_their_arrays():
+    for _, _, labels in ASSIGNMENTS:
+        found = ON_MESH.predicted(labels, inf).least
+        row = ON_MESH.memory.row_of(found, labels)
+        assert row.total_bytes(labels) == pytest.approx(found.num_bytes)
+        workspace_bytes = ON_MESH.memory.workspaces.get(found.position, 0.0)
+        assert row.fixed_bytes <= workspace_bytes + MARGIN * found.num_bytes
 
 
 def test_the_smallest_peak_is_near_the_smallest_of_all():
@@ -227,7 +236,7 @@ def test_no_plan_that_fits_has_less_than_the_smallest_peak_by_much():
 def test_what_is_hardly_faster_than_the_cutoff_is_not_looked_for_under_lower_limits(
     monkeypatch, above, num_limits
 ):
-    """Where kernels hold more than they may. The bound is the same."""
+    """Where kernels hold more than they may."""
     kept = ON_MESH.pinned({})
     cheapest = ON_MESH.solve(kept, 1 << 40, 5.0)
     limits, solve = [], MeshProblem.solve
@@ -237,10 +246,9 @@ def test_what_is_hardly_faster_than_the_cutoff_is_not_looked_for_under_lower_lim
         return solve(on_mesh, kept, limit_bytes, *args, **more)
 
     monkeypatch.setattr(MeshProblem, "solve", spied)
-    limit_bytes = int(ON_MESH.predicted(cheapest.labels, 0.0).least.num_bytes) - 1
-    assert ON_MESH.memory.peak(cheapest.labels).num_bytes <= limit_bytes
-    with suppress(NoFitError):
-        ON_MESH.fitting(kept, limit_bytes, 5.0, (1 + above) * cheapest.cost_s)
+    monkeypatch.setattr(Prediction, "needed_bytes", 2.0 * PEAKS[-1])
+    with pytest.raises(TooLargeError):
+        ON_MESH.fitting(kept, int(PEAKS[-1]), 5.0, (1 + above) * cheapest.cost_s)
     assert len(limits) >= num_limits
     assert (len(limits) == 1) == (num_limits == 1)
 

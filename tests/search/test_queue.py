@@ -13,7 +13,6 @@ from autoshard.search.options import Options
 from autoshard.search.solver.clock import WorkClock
 from autoshard.search.space.candidates import (
     AGAIN,
-    SPARE_SHARE,
     OfForm,
     OfPlan,
     OfRewrite,
@@ -187,8 +186,7 @@ def rewrites(search, monkeypatch, *savings, found=()):
 
 
 def test_a_rewrite_that_missed_rules_out_those_that_save_little_more(monkeypatch):
-    saves = (SPARE_SHARE * GIB + more for more in (10, 9, 29, 30))
-    every = rewrites(queue(), monkeypatch, *saves, found=[(0.5, GIB + 20.0)])
+    every = rewrites(queue(), monkeypatch, 10, 9, 29, 30, found=[(0.5, GIB + 20.0)])
     assert [one.saves_enough for one in every] == [True, False, True, True]
     every[0].take(1.0)
     assert [one.saves_enough for one in every] == [False, False, False, True]
@@ -215,7 +213,7 @@ def test_the_rewrite_that_saves_most_has_a_turn_in_any_case(monkeypatch):
 @pytest.mark.parametrize("is_offloaded", [True, False])
 def test_recomputation_that_saves_enough_comes_first_until_there_is_a_plan(monkeypatch, is_offloaded):
     search = queue()
-    fast, enough = search.open = rewrites(search, monkeypatch, 5, SPARE_SHARE * GIB + 10)
+    fast, enough = search.open = rewrites(search, monkeypatch, 5, 10)
     enough.rewrite = replace(enough.rewrite, cost_s=2.0)
     assert search._most_promising() == (search, enough)
     if is_offloaded:

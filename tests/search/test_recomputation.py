@@ -278,7 +278,7 @@ def test_other_meshes_are_estimated_where_the_fastest_one_does_not_do(monkeypatc
     monkeypatch.setattr(MeshProblem, "fitting", fitting)
     best = driver.find(traced(False), CLUSTER, Options(cap_bytes, offload="never", microbatches=1))
     assert list(dict.fromkeys(shapes)) == estimated
-    assert (best.on_mesh.shape == (2, 4)) != is_missing
+    assert best.on_mesh.shape in {(8,) if is_missing else (2, 4), (2, 2, 2)}  # or on a split of it
 
 
 A100S = parse_cluster("8xA100-80GB")

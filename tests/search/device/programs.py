@@ -9,8 +9,8 @@ from autoshard.search.device.lowering import Buffer, Communication, Kernel, Loop
 from autoshard.search.problem.live_ranges import Resident
 
 
-def buffer(num_bytes, loops=(), is_argument=False, resident=Resident.TEMPORARIES, arrival=None):
-    return Buffer(num_bytes, resident, is_argument, loops, arrival)
+def buffer(num_bytes, loops=(), is_argument=False, resident=Resident.TEMPORARIES, origin=None):
+    return Buffer(num_bytes, resident, is_argument, loops, origin)
 
 
 def kernel(position, reads, makes, time_s=1.0, loops=(), workspace=0.0, after=()):

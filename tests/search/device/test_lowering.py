@@ -233,9 +233,9 @@ def test_weights_are_gathered_for_their_reader_without_workspace():
     found = lowered(layers, WEIGHTS, zeros((8192, 256)), mesh=(8,), pins=SHARDED)
     assert len(gathers(found)) == 3
     for gather in gathers(found):
-        arrived = found.buffers[gather.makes[0]].arrival
-        assert arrived is not None
-        assert (arrived.num_bytes, arrived.source) == (WEIGHTS[0].nbytes, (0,))
+        arrived = found.buffers[gather.makes[0]]
+        assert arrived.origin is not None
+        assert (arrived.num_bytes, arrived.origin.source) == (WEIGHTS[0].nbytes, (0,))
         assert gather.workspace_bytes == 0
         assert gather.after == ()
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import groupby
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from autoshard.search.device.latency_hiding import latency_hiding
 from autoshard.search.device.lowering import TO_HOST, Kernel, Lowered
 from autoshard.search.device.timeline import Occupancy, peak, seconds, timetable
 from autoshard.search.problem.live_ranges import Resident
-from autoshard.search.problem.memory_rows import Arrival
+from autoshard.search.problem.memory_rows import Origin
 from autoshard.search.problem.strategy_graph import Port
 from tests.search.device.programs import buffer, collective, kernel, programs
 
@@ -101,13 +102,28 @@ def test_an_all_reduce_is_done_in_place_but_joined_ones_in_a_flat_copy():
     assert peak(two, program_order(two)).num_bytes == 16
 
 
-def test_the_peak_names_what_arrived_for_one_reader_and_is_still_there():
-    early, late = (Arrival(Port(node, ()), 8, (0,)) for node in (1, 2))
+def test_the_peak_names_the_arrays_that_are_there_and_their_origins():
+    early, late = (Origin(Port(node, ()), (0,)) for node in (1, 2))
     lowered = Lowered(
         (collective(0, [], [0]), kernel(1, [0], [1]), collective(2, [1], [2]), kernel(3, [2], [3])),
-        (buffer(1.0, arrival=early), buffer(1.0), buffer(8.0, arrival=late), buffer(1.0)),
+        (buffer(1.0, origin=early), buffer(1.0), buffer(8.0, origin=late), buffer(1.0)),
     )
-    assert peak(lowered, program_order(lowered)).arrivals == (late,)
+    assert peak(lowered, program_order(lowered)).held == ((late, 8.0),)
+
+
+@given(programs(), st.floats(0.0, 40.0))
+def test_peaks_are_the_highest_places_of_all_stretches_above_a_limit(lowered, limit_bytes):
+    """Place by place: where the bytes by kind of resident add up to more than the limit."""
+    order = program_order(lowered)
+    total = sum(Occupancy(lowered).course(order).values(), np.zeros(len(order)))
+    stretches = [
+        [*places]
+        for is_over, places in groupby(range(len(order)), lambda at: total[at] > limit_bytes)
+        if is_over
+    ]
+    highest = sorted((max(total[places]) for places in stretches), reverse=True) or [max(total)]
+    found = Occupancy(lowered).peaks(order, limit_bytes)
+    assert [one.num_bytes for one in found] == pytest.approx(highest)
 
 
 # --- memory, against a device that runs

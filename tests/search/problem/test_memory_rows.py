@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
 from autoshard.search.problem.live_ranges import LiveRange, Resident
-from autoshard.search.problem.memory_rows import Arrival, Memory, Peak
+from autoshard.search.problem.memory_rows import Memory, Origin, Peak
 from autoshard.search.problem.strategies import CopySource, port_specs
 from autoshard.search.problem.strategy_graph import Port
 from autoshard.search.problem.workspaces import WORKSPACE_BYTES
@@ -183,30 +183,35 @@ def test_where_no_strategy_is_left_nothing_is_enough():
 
 @st.composite
 def peaks(draw) -> Peak:
-    arrivals = []
+    held = []
     for _ in range(draw(st.integers(0, 3))):
         port = draw(st.sampled_from(OF_GROUPS))
         source = tuple(port_specs(port, COSTED.strategies[port.node]).tolist()[0])
-        other = draw(st.sampled_from((source, (0, 0), (1, -1))))
-        arrivals.append(Arrival(port, draw(BYTES), other))
-    return Peak(float(draw(st.integers(0, 3000))), draw(st.integers(0, len(OPS) - 1)), (), tuple(arrivals))
+        origin = Origin(port, draw(st.sampled_from((None, source, (0, 0), (1, -1)))))
+        held.append((origin, float(draw(BYTES))))
+    return Peak(float(draw(st.integers(0, 3000))), draw(st.integers(0, len(OPS) - 1)), (), tuple(held))
 
 
-@given(ITEMS, CHOSEN, CHOSEN, peaks())
-def test_a_row_of_a_peak_is_what_is_known_what_arrived_and_the_rest(items, chosen, others, peak):
-    """Under the strategies that made the peak, no less than it; under others, what is known of them and the same rest."""
+@given(CHOSEN, CHOSEN, peaks())
+def test_a_row_of_a_peak_is_its_arrays_in_their_parts_and_the_rest(chosen, others, peak):
+    """Under the strategies that made the peak, no less than it; under others, each array grows and shrinks as its part."""
 
-    def known(labels) -> float:
-        arrived = [
-            local(a.port, a.num_bytes, labels) for a in peak.arrivals if spec(a.port, labels) != a.source
-        ]
-        return total(without_arriving(items), peak.position, labels) + sum(arrived)
+    def is_there(origin: Origin, labels) -> bool:
+        return spec(origin.port, labels) != origin.source
 
-    row = Memory(COSTED, items).row_of(peak, chosen)
-    rest = max(0.0, peak.num_bytes - known(chosen))
-    assert row.fixed_bytes == rest
-    assert row.total_bytes(chosen) == max(known(chosen), peak.num_bytes)
-    assert row.total_bytes(others) == known(others) + rest
+    def held(labels) -> float:
+        """The arrays that were there at the peak."""
+        there = [(origin, num_bytes) for origin, num_bytes in peak.held if is_there(origin, chosen)]
+        sizes = (
+            num_bytes / local(one.port, 1, chosen) * local(one.port, 1, labels) * is_there(one, labels)
+            for one, num_bytes in there
+        )
+        return sum(sizes)
+
+    row, rest = Memory(COSTED, ()).row_of(peak, chosen), max(0.0, peak.num_bytes - held(chosen))
+    assert row.fixed_bytes == pytest.approx(rest)
+    assert row.total_bytes(chosen) == pytest.approx(max(held(chosen), peak.num_bytes))
+    assert row.total_bytes(others) == pytest.approx(held(others) + rest)
 
 
 @pytest.mark.parametrize(
