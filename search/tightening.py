@@ -49,7 +49,8 @@ def tightened[Proposal](
     cap_bytes: float,
     barren_bytes: float = 0.0,
 ) -> Iterator[Round[Proposal]]:
-    """Proposals under lower and lower limits, the later ones with rows, until one fits or hardly any limits are left.
+    """Proposals under lower and lower limits, until one fits or hardly any limits are left. A proposal far over the cap adds
+    its rows to all later rounds.
 
     Args:
       propose: the best plan that keeps to a limit, and in some rows to the cap; None if there is none.

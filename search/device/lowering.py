@@ -412,7 +412,7 @@ class _Lowering:
         rows = tuple(self._launched(i, v, source, send, (), send.num_bytes) for send in sends)
         if op.name not in REWRITING:
             return source + rows
-        port = self.costed.graph.ports[self.folded.class_of[i], operand, False]
+        port = self._read_at(i, operand).port
         copied_bytes = self.workspaces.copied_bytes(i, operand)
         part_bytes = copied_bytes or self.paths.local_bytes(v, self.paths.spec(port))
         return self._copied(

@@ -264,8 +264,15 @@ class Memory:
         return np.flatnonzero((start <= at) & (at <= end)).tolist()
 
     def row_of(self, peak: Peak, chosen: Sequence[int]) -> MemoryConstraint:
-        """The memory at a peak of a device's kernels, exact under the strategies that made it. Under others each array has
-        the part that they give it; the rest is a constant."""
+        """The memory at a peak of a device's kernels, exact under the strategies that made it.
+
+        Under other strategies each array has the part that they give it; the rest is a constant. The row is no lower bound
+        for them: it also counts arrays that they would not hold at that moment.
+
+        Args:
+          peak: the peak.
+          chosen: the strategies that made it.
+        """
         total = _Bytes()
         for origin, num_bytes in peak.held:
             part = self._part(origin)

@@ -75,7 +75,7 @@ class MemoryConstraint:
         return MemoryConstraint(f"{self.name}, scaled", scaled, factor * self.fixed_bytes, expansion, pairs)
 
     def under(self, own_bytes: float, limit_bytes: float) -> "MemoryConstraint":
-        """This row, whose limit is its own one, among rows of another limit."""
+        """The row with its own limit in bytes, written as a row under another limit."""
         return replace(self, fixed_bytes=self.fixed_bytes + limit_bytes - own_bytes)
 
     def total_bytes(self, labels: Sequence[int]) -> float:
