@@ -183,14 +183,15 @@ class SolvedVariant:
         return max((one.spare_bytes for one in self.rewrites), default=0.0)
 
     def relief_s(self, uncapped: UncappedSolution | None) -> float:
-        """Seconds that rewrites add until some strategies fit, by the rewrites on other meshes."""
+        """Seconds that rewrites add until some strategies fit, by the rewrites on other meshes. A rewrite saves the same
+        share of the memory on all meshes."""
         if not self.is_estimated:
             return 0.0
-        enough = [one.rewrite for one in self.rewrites if one.spare_bytes >= 0]
+        enough = [one for one in self.rewrites if one.spare_bytes >= 0]
         if uncapped:
-            missing_bytes = uncapped.peak_bytes - self.trials.options.memory_bytes
-            enough = [one.rewrite for one in self.rewrites if one.rewrite.saved_bytes >= missing_bytes]
-        return min((one.relief_s for one in enough), default=math.inf)
+            missing_share = 1 - self.trials.options.memory_bytes / uncapped.peak_bytes
+            enough = [one for one in self.rewrites if one.saved_share >= missing_share]
+        return min((one.rewrite.relief_s for one in enough), default=math.inf)
 
     def promised_s(self, shape: tuple[int, ...]) -> float:
         """Estimated seconds of the uncapped step on a mesh. If the variant was not solved there, the mesh is as much slower
@@ -318,6 +319,12 @@ class OfRewrite:
     def spare_bytes(self) -> float:
         """Bytes that the rewrite saves beyond those that are missing."""
         return self.rewrite.saved_bytes - self.mesh.missing_bytes
+
+    @property
+    def saved_share(self) -> float:
+        """The share that the rewrite saves of the memory without a cap."""
+        held_bytes = self.mesh.missing_bytes + self.mesh.solved.trials.options.memory_bytes
+        return self.rewrite.saved_bytes / held_bytes
 
     @property
     def saves_enough(self) -> bool:

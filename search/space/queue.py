@@ -12,14 +12,15 @@ A candidate is a set of plans that is not searched yet. There are three kinds, e
 A step with attention has two forms (`search.space.long_sequences`). The second one is a candidate, too. When its turn comes,
 its variants join the queue, and the search may take a quarter longer.
 
-The candidate with the least estimated time has the next turn (`search.space.candidates`). Before there is a plan,
+The candidate with the least estimated time has the next turn (`search.space.candidates`). Before there is a good plan,
 recomputation that saves enough by itself comes first. If no estimate is below the best plan, its step has turns on other
-meshes. The queue ends if those promise nothing either, or if time is over. Without a plan it has as long again for each form
-of the step, and then the candidate with the least memory comes first.
+meshes. The queue ends if those promise nothing either, or if time is over. Without a good plan it has as long again for each
+form of the step. If there is none at all, the candidate with the least memory then comes first.
 
 If the compiler finds that a plan needs more than it may, the search goes on under a lower cap (`Queue.under`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -54,6 +55,10 @@ from autoshard.search.step_problem import StepProblem
 
 MAX_MICROBATCHES = 64
 """Largest number of microbatches that is tried if the user names none. Source: a choice of ours."""
+
+POOR = 2.0
+"""A plan that takes more than this multiple of a candidate's estimate is as good as none. Source: a choice of ours;
+estimates err by 10 to 30%."""
 
 KINDS = OfVariant, OnMesh, OfRewrite
 """The kinds of candidates, each a part of the one before it."""
@@ -190,34 +195,40 @@ class Queue:
         """The candidates in the order of their turns, each with the search that it is a part of."""
         while not self.trials.deadline.is_over and (candidate := self._most_promising()):
             yield candidate
-        if self.best is None and any(one.open for one in self._searches):
+        if not self._has_good_plan and any(one.open for one in self._searches):
             self.trials.extend(len(self._searches))
             self._is_extended = True
             yield from self._turns_besides()
 
     def _turns_besides(self) -> Iterator[tuple["Queue", Candidate]]:
-        """The candidates that have turns in the time besides. A variant, a mesh of it and a rewrite there have turns in any
-        case."""
+        """The candidates that have turns in the time besides. Without a plan, a variant, a mesh of it and a rewrite there
+        have turns in any case."""
         for n in count():
             candidate = self._most_promising()
             if candidate is None or (self.trials.deadline.is_over and (self.best or n >= len(KINDS))):
                 return
             yield candidate
 
+    @property
+    def _has_good_plan(self) -> bool:
+        """True if there is a plan, and no candidate promises one that is far faster."""
+        estimates_s = (one.estimate_s for search in self._searches for one in search.open)
+        return self.best is not None and self.best.cost_s <= POOR * min(estimates_s, default=math.inf)
+
     def _most_promising(self) -> tuple["Queue", Candidate] | None:
         """The candidate whose turn is next, with its search; None if none promises a better plan."""
         every = [(search, one) for search in self._searches for one in search.open]
-        if self.best is None:
-            return min(every, key=lambda one: self._urgency(one[1]), default=None)
-        promising = [one for one in every if one[1].estimate_s < self.trials.least_s]
+        promising = [one for one in every if self.best is None or one[1].estimate_s < self.trials.least_s]
+        if not self._has_good_plan:
+            return min(promising, key=lambda one: self._urgency(one[1]), default=None)
         return min(promising, key=lambda one: (_rank(one[1]), one[1].estimate_s), default=None)
 
     def _urgency(self, candidate: Candidate) -> tuple[float, ...]:
-        """The key by which candidates are ordered if there is no plan, the next one first. Recomputation that saves
+        """The key by which candidates are ordered if there is no good plan, the next one first. Recomputation that saves
         enough is a plan soon; others may be faster, but the solver must find strategies that hold less."""
         estimate_s, least_bytes = max(candidate.estimate_s, self.floor_s), candidate.least_bytes
         is_rewrite = isinstance(candidate, OfRewrite)
-        if self._is_extended:
+        if self._is_extended and self.best is None:
             return least_bytes, not is_rewrite, estimate_s
         return not (is_rewrite and candidate.saves_enough), estimate_s, least_bytes
 

@@ -21,7 +21,7 @@ from autoshard.search.space.candidates import (
     SolvedVariant,
 )
 from autoshard.search.space.certificate import Certificate
-from autoshard.search.space.queue import Queue
+from autoshard.search.space.queue import POOR, Queue
 from autoshard.search.space.rewrites import Rewrite, UncappedSolution
 from autoshard.search.space.trials import Trials
 from autoshard.search.space.variants import MISSES_BY, Variant
@@ -145,10 +145,11 @@ def test_the_first_turn_of_several_microbatches_tells_how_much_they_add(is_bound
     assert events == ["solved", "look", *(["solved"] if is_bounded else [])]
 
 
-def test_with_a_plan_the_search_ends_in_time():
+@pytest.mark.parametrize(("plan_s", "num_turns"), [(99 * POOR, 15), (101 * POOR, 30)])
+def test_with_a_plan_the_search_ends_in_time_unless_others_promise_a_far_faster_one(plan_s, num_turns):
     search = queue()
-    every = [("first", 0.0, 0.0, 1e9), *((str(n), 1.0 + n) for n in range(40))]
-    assert len(turns(search, *every)) == 15
+    every = [("first", 0.0, 0.0, plan_s), *((str(n), 100.0 + n / 100) for n in range(40))]
+    assert len(turns(search, *every)) == num_turns
 
 
 def solved(search, floors_s=None):
@@ -210,16 +211,22 @@ def test_the_rewrite_that_saves_most_has_a_turn_in_any_case(monkeypatch):
     assert (less.estimate_s, most.estimate_s) == (math.inf, 1.0)
 
 
-@pytest.mark.parametrize("is_offloaded", [True, False])
-def test_recomputation_that_saves_enough_comes_first_until_there_is_a_plan(monkeypatch, is_offloaded):
+@pytest.mark.parametrize(("plan_s", "is_first"), [(math.inf, True), (2.01, True), (1.99, False)])
+def test_recomputation_that_saves_enough_comes_first_until_there_is_a_good_plan(
+    monkeypatch, plan_s, is_first
+):
     search = queue()
     fast, enough = search.open = rewrites(search, monkeypatch, 5, 10)
-    enough.rewrite = replace(enough.rewrite, cost_s=2.0)
-    assert search._most_promising() == (search, enough)
-    if is_offloaded:
-        enough.rewrite = replace(enough.rewrite, offloaded_sites=frozenset({(9,)}))
-    else:
-        search.trials.shared.best = plan(3.0)
+    enough.rewrite = replace(enough.rewrite, cost_s=1.5)
+    if plan_s < math.inf:
+        search.trials.shared.best = plan(0.5 * POOR * plan_s)
+    assert search._most_promising() == (search, enough if is_first else fast)
+
+
+def test_offloading_does_not_come_first(monkeypatch):
+    search = queue()
+    fast, enough = search.open = rewrites(search, monkeypatch, 5, 10)
+    enough.rewrite = replace(enough.rewrite, cost_s=2.0, offloaded_sites=frozenset({(9,)}))
     assert search._most_promising() == (search, fast)
 
 
