@@ -21,7 +21,7 @@ from autoshard.cost_model.errors import InfeasibleError, first_line
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_bytes
 from autoshard.cost_model.xla.compiler import options_for_cap
-from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
+from autoshard.cost_model.xla.gpu_targets import attempts, scheduler_options
 from autoshard.executors import jit, pipeline, spmd
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_jit import CompilerOptions
@@ -75,7 +75,7 @@ def built(
     devices: Sequence[Any],
     on_retrace: Callable[[], None] = lambda: None,
     given_up: AbstractSet[int] = frozenset(),
-    besides: Mapping[str, str] = AS_PLANNED,
+    besides: Mapping[str, str] | None = None,
 ) -> Program:
     """A plan's program.
 
@@ -83,9 +83,10 @@ def built(
       devices: in the cluster's order: real, simulated or compile-only.
       on_retrace: as for `executors.jit.build`.
       given_up: as for `executors.jit.build`.
-      besides: further options of the compiler.
+      besides: further options of the compiler; those of the plan if there are none.
     """
-    options = _options(found.plan, cluster, devices, besides)
+    as_planned = attempts(overlap=found.plan.overlap)[0]
+    options = _options(found.plan, cluster, devices, as_planned if besides is None else besides)
     return jit.build(found.step, found.sharding, devices, on_retrace, options, given_up)
 
 
@@ -121,7 +122,7 @@ def _compiled(
         program = built(found, cluster, devices, on_retrace, given_up, besides)
         return program, judge.verified_here(found, cluster, program)
 
-    return judge.first_fitting(verified, lambda made: made[1])
+    return judge.first_fitting(verified, lambda made: made[1], found.plan.overlap)
 
 
 def _options(

@@ -1,12 +1,16 @@
 """A loaded plan on its step: its decisions are priced, solved and checked as in a search, as the only strategies."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, PlanError
 from autoshard.cost_model.units import format_bytes
+from autoshard.search.device.prediction import Prediction
 from autoshard.search.ir.graph import Step
 from autoshard.search.memory.attention.rewriting import blockwise
 from autoshard.search.mesh_problem import MeshProblem, TooLargeError
@@ -20,6 +24,7 @@ from autoshard.search.problem.shortening import Shortened, shortened
 from autoshard.search.result import Form, SearchResult, equivalence_keys, finished, in_microbatches, planned
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import WorkClock
+from autoshard.search.solver.pbqp import Labels
 from autoshard.search.space.found import Found
 from autoshard.search.space.long_sequences import BLOCKWISE
 from autoshard.search.step_problem import StepProblem
@@ -46,12 +51,13 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
         solution, device = on_mesh.fitting(decisions.kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
         labels = solution.labels
     except NoFitError as e:
-        if not isinstance(e, TooLargeError) or e.predicted.least.num_bytes > plan.memory_bytes:
+        labels, device = _nearest(on_mesh, decisions.kept, plan.memory_bytes, e)
+        if device.least.num_bytes > plan.memory_bytes:
             raise InfeasibleError(
                 f"the decisions of {place} do not fit its cap of {format_bytes(plan.memory_bytes)} a device. "
                 "Undo the last edit, or raise memory_bytes"
             ) from e
-        labels, device = e.labels, e.predicted  # the compiler, if it was asked, overrules the prediction
+    device = device if plan.overlap else device.without_overlap
     watch.lap("solve")
     forced = Found(step_problem, on_mesh, labels, plan.memory_bytes, device)
     form, forced_options = Form(step, short), Options(plan.memory_bytes)
@@ -63,6 +69,16 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     gone = [name for _, name in on_mesh.codec.unknown(plan.decisions)]
     anew = [name for node in decisions.anew for name in on_mesh.codec.names[node]]
     return replace(found, anew=(*gone, *anew))
+
+
+def _nearest(
+    on_mesh: MeshProblem, kept: Sequence[np.ndarray], limit_bytes: int, refused: NoFitError
+) -> tuple[Labels, Prediction]:
+    """The cheapest of the kept strategies, if none fit in program order. Their kernels may fit nevertheless."""
+    if isinstance(refused, TooLargeError):
+        return refused.labels, refused.predicted.within_limit
+    labels = on_mesh.suited(kept)
+    return labels, on_mesh.predicted(labels, limit_bytes).within_limit
 
 
 def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "plan") -> tuple[str, ...]:

@@ -103,7 +103,7 @@ def _find_forms(
         if e.smallest_bytes > MAX_SHORT_PEAK * options.memory_bytes:
             raise
         refused.append(e)
-    if few and few.keeps_to_cap and (deadline.is_over or not few.leaves_memory_unused):
+    if few and (deadline.is_over or not few.leaves_memory_unused):
         return few
     if has_short:
         progress("all layers")
@@ -116,8 +116,7 @@ def _find_forms(
 def _faster(
     first: SearchResult | None, refused: Sequence[InfeasibleError], search: Callable[[], SearchResult]
 ) -> SearchResult:
-    """The faster plan of a first search, if it found one, and of a second search. A plan whose predicted peak keeps to the
-    cap is better than one that only does without overlap.
+    """The faster plan of a first search, if it found one, and of a second search.
 
     Raises:
       InfeasibleError: neither search found a plan. The error is the one with the smallest peak.
@@ -128,8 +127,7 @@ def _faster(
         if first:
             return first
         raise min((*refused, e), key=lambda one: one.smallest_bytes) from None
-    both = filter(None, (first, second))
-    return min(both, key=lambda one: (not one.keeps_to_cap, one.plan.estimates.step_s))
+    return min(filter(None, (first, second)), key=lambda one: one.plan.estimates.step_s)
 
 
 def _by_few_layers(

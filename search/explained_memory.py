@@ -164,14 +164,14 @@ class MemoryPrices:
 
     @cached_property
     def _waited_s(self) -> float:
-        return self.found.on_mesh.predicted(self.found.chosen, self.found.plan.memory_bytes).waited_s
+        return self.found.found.device.waited_s
 
     # --- more memory
 
     def _resharded_s(self, more_bytes: int) -> float:
         """Seconds that other strategies of the plan's step save with so much more memory."""
         on_mesh, plan = self.found.on_mesh, self.found.plan
-        kept, cost_s = on_mesh.pinned(pinned(plan)), on_mesh.problem.cost_s(self.found.chosen)
+        kept, cost_s = on_mesh.pinned(pinned(plan)), on_mesh.cost_s(self.found.chosen, plan.overlap)
         cutoff_s, known = (1 - RELATIVE_GAP) * cost_s, Known(self.found.chosen)
         try:
             on_mesh.solve(kept, NO_CAP, LIMIT_S, cutoff_s, known=known)

@@ -87,10 +87,17 @@ def explain(found: SearchResult, name: str, place: str = "plan") -> Explanation:
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """Another solution of the plan's problem, and a lower bound on all solutions with its choices."""
+    """Another solution of the plan's problem.
+
+    Attributes:
+      labels: its strategies.
+      bound_s: a lower bound on all solutions with its choices.
+      overlap: whether its communication runs beside computation.
+    """
 
     labels: Labels
     bound_s: float
+    overlap: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,13 +167,9 @@ class _Decision:
     def beyond_cap(self) -> Alternative | None:
         """The best plan with another choice that does not fit, if the cap decides: without a cap, all plans with the
         present choice would be slower."""
-        limit_bytes = self.found.plan.memory_bytes
         cutoff_s = self.problem.cost_s(self._fitting.labels) if self._fitting else math.inf
         uncapped = self._without_cap(self._others, (1 - RELATIVE_GAP) * cutoff_s)
-        if (
-            uncapped is None
-            or self.on_mesh.predicted(uncapped.labels, limit_bytes).needed_bytes <= limit_bytes
-        ):
+        if uncapped is None or self._fits(uncapped.labels, uncapped.overlap):
             return None
         own = np.array([self.found.chosen[self.node]])
         if self._fitting and self._without_cap(
@@ -185,7 +188,7 @@ class _Decision:
             )
         except NoFitError:
             return None
-        return _Solved(uncapped.labels, uncapped.bound_s)
+        return _Solved(uncapped.labels, uncapped.bound_s, self.found.plan.overlap)
 
     @cached_property
     def _fitting(self) -> _Solved | None:
@@ -204,10 +207,11 @@ class _Decision:
         limit_bytes = self.found.plan.memory_bytes
         try:
             kept = self._with(self._others)
-            solution, _ = self.on_mesh.fitting(kept, limit_bytes, LIMIT_S, relative_gap=FINE_GAP)
+            solution, device = self.on_mesh.fitting(kept, limit_bytes, LIMIT_S, relative_gap=FINE_GAP)
         except NoFitError as e:
             return None, e.is_proven
-        return _Solved(self._like_plan(solution.labels, limit_bytes), solution.bound_s), False
+        labels = self._like_plan(solution.labels, device.overlaps)
+        return _Solved(labels, solution.bound_s, device.overlaps), False
 
     def _with(self, labels: np.ndarray) -> Kept:
         """Per node, the labels to choose from: these for this node, and those that the pins allow for others."""
@@ -232,10 +236,11 @@ class _Decision:
 
     def _alternative(self, solved: _Solved) -> Alternative:
         limit_bytes, before = self.found.plan.memory_bytes, self.found.plan.estimates
-        there = Found(self.found.problem, self.on_mesh, solved.labels, limit_bytes)
+        device = self.on_mesh.predicted(solved.labels, limit_bytes, overlap=solved.overlap)
+        there = Found(self.found.problem, self.on_mesh, solved.labels, limit_bytes, device)
         costed = self.on_mesh.memory.costed
         after = estimate(costed, solved.labels, there.device, there.hidden_s, there.host_bytes)
-        least_s = solved.bound_s - self.problem.cost_s(self.found.chosen)
+        least_s = solved.bound_s - self.on_mesh.cost_s(self.found.chosen, self.found.plan.overlap)
         sizes = self.own_bytes(self.found.chosen[self.node]), self.own_bytes(solved.labels[self.node])
         more_s = after.step_s - before.step_s
         return Alternative(
@@ -267,13 +272,18 @@ class _Decision:
             for n in sorted(changed, key=lambda n: (-abs(more_s[n]), n))
         )
 
-    def _like_plan(self, labels: Labels, limit_bytes: int) -> Labels:
+    def _fits(self, labels: Labels, overlap: bool) -> bool:
+        """True if a solution's kernels keep to the cap."""
+        limit_bytes = self.found.plan.memory_bytes
+        return self.on_mesh.predicted(labels, limit_bytes, overlap=overlap).needed_bytes <= limit_bytes
+
+    def _like_plan(self, labels: Labels, overlap: bool) -> Labels:
         """A solution that keeps the plan's labels in all changes that are not joined to this node; the solution itself
         if that does not fit."""
         joined = _joined(self.problem, self.node, _changed(self.found.chosen, labels))
         pairs = enumerate(zip(self.found.chosen, labels, strict=True))
         near = self._without_ties(tuple(b if n in joined else a for n, (a, b) in pairs))
-        return near if self.on_mesh.predicted(near, limit_bytes).needed_bytes <= limit_bytes else labels
+        return near if self._fits(near, overlap) else labels
 
     def _without_ties(self, labels: Labels) -> Labels:
         """A solution whose other labels return to the plan's, one after another, if that is no slower."""

@@ -137,6 +137,18 @@ class MeshProblem:
         self.clock.spend(EDGE_S * len(problem.edges) + ENTRY_S * num_entries)
         return problem
 
+    def cost_s(self, chosen: Labels, overlap: bool) -> float:
+        """The cost of full strategies.
+
+        Args:
+          chosen: the strategies.
+          overlap: whether communication runs beside computation.
+        """
+        cost_s, costed = self.problem.cost_s(chosen), self.memory.costed
+        if overlap:
+            return cost_s
+        return cost_s + self.hiding.hidden_once_s(chosen) + costed.hidden_in_rings_s(chosen)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the mesh axes."""
@@ -185,7 +197,8 @@ class MeshProblem:
         relative_gap: float = RELATIVE_GAP,
         known: Known = UNKNOWN,
     ) -> tuple[branch_and_bound.Solution, Prediction]:
-        """The cheapest of the kept strategies whose kernels fit on a device.
+        """The cheapest of the kept strategies whose kernels fit on a device. If they fit only without overlap, they cost
+        as much more.
 
         No others are looked for if the first ones do not fit, and are faster than the cutoff by less than the gap.
 
@@ -226,15 +239,18 @@ class MeshProblem:
         rounds = tightened(propose, limit_bytes, self.memory.least_bytes(kept))
         nearest = first = next(rounds)
         bound_s = first.proposal[0].bound_s
+        best, least_s = None, cutoff_s
         with suppress(NoFitError):
             for latest in chain((first,), rounds):
-                solution, found = latest.proposal
-                if latest.needed_bytes <= limit_bytes:
-                    return replace(solution, bound_s=bound_s), found
+                solution, found = latest.proposal[0], latest.proposal[1].within_limit
+                cost_s = self.cost_s(solution.labels, found.overlaps)
+                if found.needed_bytes <= limit_bytes and cost_s < least_s:
+                    best, least_s = (replace(solution, cost_s=cost_s, bound_s=bound_s), found), cost_s
                 nearest = min(nearest, latest, key=lambda one: one.needed_bytes)
-                is_hardly_faster = solution.cost_s >= (1 - RELATIVE_GAP) * cutoff_s
-                if is_hardly_faster or deadline.is_over:
+                if solution.cost_s >= (1 - RELATIVE_GAP) * least_s or deadline.is_over:
                     break
+        if best:
+            return best
         solution, found = nearest.proposal
         raise TooLargeError(solution.labels, found, limit_bytes, bound_s=bound_s)
 
@@ -314,11 +330,20 @@ class MeshProblem:
             return cheapest(smallest.peak_bytes)
         return _original(kept, smallest.labels)
 
-    def predicted(self, chosen: Sequence[int], limit_bytes: float, is_one_program: bool = True) -> Prediction:
-        """A device's step under full strategies."""
+    def predicted(
+        self, chosen: Sequence[int], limit_bytes: float, is_one_program: bool = True, overlap: bool = True
+    ) -> Prediction:
+        """A device's step under full strategies.
+
+        Args:
+          chosen: the strategies.
+          limit_bytes: the cap per device.
+          is_one_program: whether one program runs the step, or one for each task of a pipeline's stages.
+          overlap: whether communication runs beside computation.
+        """
         predicted = predict(self.memory.costed, self.live_ranges, chosen, limit_bytes, is_one_program)
         self.clock.spend(KERNEL_S * len(predicted.lowered.kernels))
-        return predicted
+        return predicted if overlap else predicted.without_overlap
 
     def solve(
         self,

@@ -98,14 +98,9 @@ class SearchResult(PlanOnStep):
 
     def bounded(self, bound_s: float) -> "SearchResult":
         """The result, certified by a lower bound on the computation and communication of all plans."""
-        cost_s = self.on_mesh.problem.cost_s(self.chosen)
+        cost_s = self.on_mesh.cost_s(self.chosen, self.plan.overlap)
         gap = max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0
         return replace(self.with_plan(gap=gap), bound_s=bound_s)
-
-    @property
-    def keeps_to_cap(self) -> bool:
-        """True if the predicted peak does. Where nothing does, the plan keeps to its cap without overlap."""
-        return self.plan.estimates.peak_bytes <= self.plan.memory_bytes
 
     @property
     def leaves_memory_unused(self) -> bool:
@@ -116,7 +111,9 @@ class SearchResult(PlanOnStep):
     @property
     def found(self) -> Found:
         """The plan as a solution of the search."""
-        return Found(self.problem, self.on_mesh, self.chosen, self.plan.memory_bytes)
+        limit_bytes, overlap = self.plan.memory_bytes, self.plan.overlap
+        device = self.on_mesh.predicted(self.chosen, limit_bytes, overlap=overlap)
+        return Found(self.problem, self.on_mesh, self.chosen, limit_bytes, device)
 
     @property
     def step(self) -> Step:
@@ -158,12 +155,11 @@ class SearchResult(PlanOnStep):
         blocks = passed_between_layers(self.on_mesh, self.chosen) if self.short else ()
         if self.short is None or not blocks:
             return
-        limit_bytes = self.plan.memory_bytes
         try:
             longer = self._for_step(self.short.paired(blocks))
         except CoarseError:  # it recomputes only some of the ops that one op represents there
             longer = self._for_step(self.short.whole)
-        if longer.on_mesh.predicted(longer.chosen, limit_bytes).needed_bytes > limit_bytes:
+        if not longer.found.fits:
             raise NoFitError(
                 "values that layers pass to one another take more than the memory limit", bound_s=self.bound_s
             )
@@ -282,6 +278,7 @@ def finished(
         estimates=estimate(costed, found.labels, found.device, found.hidden_s, found.host_bytes),
         outline=outlined(step.spelled_out or step),
         attention=form.attention,
+        overlap=found.device.overlaps,
     )
     watch.lap("plan")
     plan = replace(plan, marks=marks_of(plan), search_s=watch.seconds)

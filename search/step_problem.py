@@ -10,6 +10,7 @@ from typing import Any
 
 from autoshard.cost_model.cluster import Cluster, Device
 from autoshard.cost_model.collectives import MeshModel
+from autoshard.search.device.prediction import MARGIN
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.memory.loop_offload import in_loops, loops_offloaded
 from autoshard.search.memory.offload import Offloaded, offloaded
@@ -162,7 +163,7 @@ class StepProblem:
     ) -> "MeshProblem":
         """The problem on one mesh. A given resharder shares its known costs."""
         costed = price(self.graph, self.kernels, resharder or Resharder(MeshModel(cluster, shape)))
-        memory = Memory(costed, self.items, workspaces(self.graph.folded, cluster.device))
+        memory = Memory(costed, self.items, workspaces(self.graph.folded, cluster.device), MARGIN)
         host = Memory(costed, self.host_items)
         self.clock.spend(STRATEGY_S * sum(map(len, costed.strategies)))
         hiding = Hiding(costed, self.traffic)

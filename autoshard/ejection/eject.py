@@ -15,13 +15,13 @@ from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.units import format_bytes, format_mesh
 from autoshard.cost_model.whole_file import write_whole
 from autoshard.cost_model.xla.compiler import can_compile_for, check, options_for_cap
-from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
+from autoshard.cost_model.xla.gpu_targets import attempts, scheduler_options
 from autoshard.cost_model.xla.plugin import is_there
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.ejection.inside import constraints
 from autoshard.ejection.layout import ProgramLayout, arguments
-from autoshard.ejection.proof import FLAGS, Beside, Oracle, loaded
+from autoshard.ejection.proof import Beside, Oracle, loaded
 from autoshard.ejection.shardings_file import shardings_file
 from autoshard.ejection.whole_files import printed, usage, wrapper_file, written_file
 from autoshard.ejection.written import PrintedProgram
@@ -249,7 +249,12 @@ class Ejection:
         if device.name == "CPU":
             return {}
         for_cap = options_for_cap(self.plan.memory_bytes, self.program.resting_bytes, device.memory_bytes)
-        return {**for_cap, **scheduler_options(device.name), **AS_PLANNED}
+        return {**for_cap, **scheduler_options(device.name), **self._as_planned}
+
+    @property
+    def _as_planned(self) -> Mapping[str, str]:
+        """The plan's options of the compiler."""
+        return attempts(overlap=self.plan.overlap)[0]
 
     def oracle(self, verify: str | None, compiler: Compiler, progress: Progress) -> Oracle | None:
         """The compiler, or None if it is not to be asked.
@@ -268,8 +273,7 @@ class Ejection:
             return None
         if verify != ALWAYS and not is_there():
             return None
-        flags = " ".join(filter(None, (compiler.flags, FLAGS)))
-        asked = replace(compiler, flags=flags)
+        asked = compiler.with_options(self._as_planned)
         return Oracle(self.cluster, self.plan.memory_bytes, dict(self.program.mesh.shape), asked, progress)
 
 

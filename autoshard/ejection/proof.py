@@ -12,7 +12,6 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.units import format_bytes
 from autoshard.cost_model.xla import compiler
 from autoshard.cost_model.xla._jax import lower, module_bytes
-from autoshard.cost_model.xla.gpu_targets import AS_PLANNED
 from autoshard.cost_model.xla.process import Compiler, Job, compile_all_apart
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors.jit import Program
@@ -88,10 +87,6 @@ class Oracle:
         return [
             CompiledStats.of(one, self.mesh) for one in compile_all_apart(jobs, self.compiler, self.progress)
         ]
-
-
-FLAGS = " ".join(f"--{name}={value}" for name, value in AS_PLANNED.items())
-"""The compiler's flags of a plan's program."""
 
 
 def loaded(

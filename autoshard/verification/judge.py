@@ -18,7 +18,7 @@ from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_seconds
 from autoshard.cost_model.xla import compiler
 from autoshard.cost_model.xla._jax import lower, module_bytes
-from autoshard.cost_model.xla.gpu_targets import ATTEMPTS
+from autoshard.cost_model.xla.gpu_targets import attempts
 from autoshard.cost_model.xla.plugin import provided
 from autoshard.cost_model.xla.process import Compiler, compile_apart
 from autoshard.cost_model.xla.stats import CompiledStats
@@ -74,11 +74,9 @@ class CompilerVerifier:
         """
 
         def compiled(besides: Mapping[str, str]) -> Verification:
-            flags = (self.compiler.flags, *(f"--{name}={value}" for name, value in besides.items()))
-            asked = replace(self.compiler, flags=" ".join(filter(None, flags)))
-            return replace(self, compiler=asked)._compiled(found, full)
+            return replace(self, compiler=self.compiler.with_options(besides))._compiled(found, full)
 
-        return first_fitting(compiled, lambda proof: proof)
+        return first_fitting(compiled, lambda proof: proof, found.plan.overlap)
 
     def _compiled(self, found: SearchResult, full: bool) -> Verification:
         step, watch = found.step, Stopwatch(found.step.trace_s)
@@ -135,7 +133,9 @@ class CompilerVerifier:
 
 
 def first_fitting[Made](
-    compiled: Callable[[Mapping[str, str]], Made], proof_of: Callable[[Made], Verification]
+    compiled: Callable[[Mapping[str, str]], Made],
+    proof_of: Callable[[Made], Verification],
+    overlap: bool,
 ) -> Made:
     """A program compiled as planned; or with other options, if only these keep it to its cap. If none does, the program with
     the smallest peak: its overshoot is what a plan has to save.
@@ -143,9 +143,10 @@ def first_fitting[Made](
     Args:
       compiled: makes and compiles the program with the given options of the compiler.
       proof_of: the verification of a compiled program.
+      overlap: whether the plan's communication may run beside computation.
     """
     tried = list[Made]()
-    for options in ATTEMPTS:
+    for options in attempts(overlap=overlap):
         tried.append(compiled(options))
         if proof_of(tried[-1]).fits:
             return tried[-1]

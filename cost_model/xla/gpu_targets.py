@@ -6,6 +6,7 @@ tells the compiler the cap.
 """
 
 import re
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from autoshard.cost_model.errors import InputError
@@ -216,6 +217,15 @@ fit."""
 
 ATTEMPTS = (AS_PLANNED, UNHIDDEN, MappingProxyType[str, str]({}))
 """Options for compiling a plan's program, tried in turn until it fits its cap; the last ones allow XLA's recomputation."""
+
+
+def attempts(*, overlap: bool) -> tuple[Mapping[str, str], ...]:
+    """The options to try for a plan, in order; the first ones are those of the plan.
+
+    Args:
+      overlap: whether communication may run beside computation.
+    """
+    return ATTEMPTS if overlap else ATTEMPTS[1:]
 
 
 def budget_bytes(cap_bytes: float, resting_bytes: float) -> float:

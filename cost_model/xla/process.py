@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,6 +68,11 @@ class Compiler:
     timeout_s: float | None = None
     until_s: float | None = None
     flags: str = ""
+
+    def with_options(self, options: Mapping[str, str]) -> "Compiler":
+        """The settings with further options of XLA, by name."""
+        flags = (self.flags, *(f"--{name}={value}" for name, value in options.items()))
+        return replace(self, flags=" ".join(filter(None, flags)))
 
     def left_s(self, elapsed_s: float) -> float:
         """Seconds that are left for a program that has taken so many."""

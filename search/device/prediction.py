@@ -62,12 +62,24 @@ class Prediction:
       limit_bytes: the cap, from which the scheduler's budget follows.
       is_rescheduled: whether the compiler's scheduler moves kernels for overlap.
       apart: its kernels before any were joined.
+      overlaps: whether collectives and copies run beside computation.
     """
 
     lowered: Lowered
     limit_bytes: float
     is_rescheduled: bool
     apart: Lowered
+    overlaps: bool = True
+
+    @property
+    def without_overlap(self) -> "Prediction":
+        """The step if the compiler's scheduler moves no kernels: collectives and copies run one after another."""
+        return replace(self, is_rescheduled=False, overlaps=False)
+
+    @property
+    def within_limit(self) -> "Prediction":
+        """The step as it keeps to the cap: without overlap if that is the only way."""
+        return self if self.needed_bytes <= self.limit_bytes else self.without_overlap
 
     @cached_property
     def least(self) -> Peak:
@@ -130,8 +142,8 @@ class Prediction:
     @cached_property
     def waited_s(self) -> float:
         """Seconds of the transfers that nothing hides."""
-        if not self.transfer_s:
-            return 0.0
+        if not self.transfer_s or not self.overlaps:
+            return self.transfer_s
         free = KernelTime(0.0, 0.0)
         kernels = tuple(replace(k, time=free) if _is_transfer(k) else k for k in self._plain.kernels)
         without = replace(self._plain, kernels=kernels)

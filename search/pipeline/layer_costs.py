@@ -13,7 +13,7 @@ So the cost of a run of layers is the sum of their costs. One cost is a maximum:
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -177,7 +177,7 @@ class Ledger:
     def _made_bytes(self) -> tuple[Array, Array, Array, Array]:
         """Bytes of values that the loop makes, by layer: residuals, values that wait for weight gradients, values of all
         layers of a loop at once, and the peak of the values of one layer."""
-        memory = self.intra_op.on_mesh.memory
+        memory = replace(self.intra_op.on_mesh.memory, margin=0.0)
         start, end = self.shares.loop
         residuals, working = np.zeros(self._num_layers), np.zeros((self._num_layers, end - start + 1))
         sums, later = np.zeros(self._num_layers), np.zeros(self._num_layers)

@@ -57,6 +57,8 @@ def _all(plan: PlanValues) -> Iterator[tuple[str, str, str]]:
                 yield f"{table} {n}" if n else table, name, str(text)
     if plan.attention:
         yield "attention", "", plan.attention
+    if not plan.overlap:
+        yield "overlap", "", str(plan.overlap)
     for name, text in plan.retention.items():
         yield "retention", name, text
     if plan.is_pipeline:

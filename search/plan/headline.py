@@ -61,7 +61,8 @@ def headline(plan: PlanValues) -> str:
     pipeline, microbatches = _pipeline(plan), _microbatches(plan)
     sharing_of_all = [_sharing_of_stages(plan)]
     first = [*pipeline, *microbatches, *sharing_of_all] if pipeline else [*sharing_of_all, *microbatches]
-    return ", ".join([*first, *_attention(plan), *_memory_savers(plan)])
+    overlap = ["no overlap"] * (not plan.overlap)
+    return ", ".join([*first, *_attention(plan), *_memory_savers(plan), *overlap])
 
 
 def mfu(shares: Iterable[WorkShares | None], groups: Iterable[Cluster], step_s: float) -> float | None:

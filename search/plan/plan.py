@@ -91,6 +91,7 @@ class Plan(PlanValues):
       candidates: those that were tried, with their bounds and times, on which the gap rests; of one program.
       attention: `blockwise` if attention that the step spells out is computed in blocks, whose sequence may be split over a
         ring of devices; empty if it stays as it is.
+      overlap: whether communication runs beside computation in one program. XLA's scheduler takes memory for that.
       marks: digests of the decisions that the estimates are for (`search.plan.edits`); empty if unknown.
       outline: the traced step's types and ops, to say how another step differs; None in a file without it.
       search_s: seconds of the search, in all and by part; not saved.

@@ -15,7 +15,7 @@ from autoshard.cost_model.units import (
     format_rate,
     format_seconds,
 )
-from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
+from autoshard.cost_model.xla.gpu_targets import attempts, scheduler_options
 from autoshard.search.plan.argument_lines import argument_lines
 from autoshard.search.plan.certificate import certificate, certified_gap
 from autoshard.search.plan.edits import edited, is_edited, num_deleted
@@ -197,7 +197,7 @@ def stage_predictions(taken: StageEstimates) -> tuple[str, str, str, str]:
 def _origin(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     """The traced step, the options, and the compiler's."""
     given = ", ".join(f"{key} {value}" for key, value in plan.options.items())
-    besides = AS_PLANNED if plan.executor == JIT else dict[str, str]()
+    besides = attempts(overlap=plan.overlap)[0] if plan.executor == JIT else dict[str, str]()
     flags = dict.fromkeys(_compiler_options(group, besides) for group in cluster.groups)
     rows = [("given", given), *(("compiler", one) for one in flags)]
     traced = ("traced", f"fingerprint {plan.fingerprint}, JAX {plan.jax}")

@@ -235,6 +235,7 @@ class PlanValues:
     gap: Number | None = None
     candidates: tuple[Candidate, ...] = ()
     attention: str = ""
+    overlap: bool = True
     marks: str = ""
     outline: Outline | None = None
     search_s: Mapping[str, float] = field(default_factory=dict[str, float])

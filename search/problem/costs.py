@@ -287,6 +287,10 @@ class CostedGraph:
             if self.graph.folded.op(op_class).name in ATTENTIONS:
                 yield self.graph.folded.counts[op_class], self.ring_messages(op_class)[chosen[node]]
 
+    def hidden_in_rings_s(self, chosen: Sequence[int]) -> float:
+        """Seconds of the rings' messages that the blocks' products hide."""
+        return sum(n * (sent.total_s - sent.exposed_s) for n, sent in self.rings(chosen))
+
     @memo
     def exchanges(self, op_class: int) -> dict[int, tuple[Exchange, ...]]:
         """By strategy, the exchanges of halos in one run of an op; strategies without any are left out."""

@@ -19,7 +19,7 @@ from autoshard.cost_model.memo import memo
 from autoshard.search.ir.graph import Phase
 from autoshard.search.ir.spec import Spec
 from autoshard.search.problem.costs import CostedGraph
-from autoshard.search.problem.live_ranges import LiveRange, Resident
+from autoshard.search.problem.live_ranges import ARGUMENTS, LiveRange, Resident
 from autoshard.search.problem.strategies import port_specs
 from autoshard.search.problem.strategy_graph import Port
 from autoshard.search.solver.pbqp import MemoryConstraint
@@ -63,11 +63,13 @@ class Memory:
       costed: the graph.
       items: its arrays.
       workspaces: bytes that ops need besides, by position.
+      margin: all bytes but those of the step's arguments count for this share more.
     """
 
     costed: CostedGraph
     items: tuple[LiveRange, ...]
     workspaces: Mapping[int, float] = field(default_factory=dict[int, float])
+    margin: float = 0.0
 
     @cached_property
     def _shares(self) -> tuple[np.ndarray, ...]:
@@ -108,10 +110,16 @@ class Memory:
     @cached_property
     def _stretches(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Start, end, node and bytes of every live range."""
-        table = np.array([(i.start, i.end, i.port.node, i.num_bytes) for i in self.items], np.int64).reshape(
-            -1, 4
-        )
-        return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+        table = np.array([(i.start, i.end, i.port.node) for i in self.items], np.int64).reshape(-1, 3)
+        return table[:, 0], table[:, 1], table[:, 2], np.array([self._bytes_of(i) for i in self.items])
+
+    def _bytes_of(self, item: LiveRange) -> float:
+        """Bytes of the whole value of a live range, with the margin."""
+        return item.num_bytes if item.resident in ARGUMENTS else (1 + self.margin) * item.num_bytes
+
+    def _workspace_at(self, at: int) -> float:
+        """Workspace bytes at one program point, with the margin."""
+        return (1 + self.margin) * self.workspaces.get(at, 0.0)
 
     @cached_property
     def _flat(self) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +152,7 @@ class Memory:
     def _workspace(self) -> np.ndarray:
         """Workspace bytes at every program point."""
         found = np.zeros(len(self.costed.graph.folded.program.ops))
-        found[list(self.workspaces)] = list(self.workspaces.values())
+        found[list(self.workspaces)] = [self._workspace_at(at) for at in self.workspaces]
         return found
 
     def least_bytes(self, kept: Sequence[np.ndarray]) -> float:
@@ -177,7 +185,7 @@ class Memory:
         for i in np.flatnonzero((start <= at) & (at <= end)):
             resident = self.items[i].resident
             residents[resident] = residents.get(resident, 0.0) + float(held[i])
-        if workspace_bytes := self.workspaces.get(at, 0.0):
+        if workspace_bytes := self._workspace_at(at):
             residents[Resident.TEMPORARIES] = residents.get(Resident.TEMPORARIES, 0.0) + workspace_bytes
         ordered = tuple((r, residents[r]) for r in Resident if residents.get(r, 0.0) > 0.0)
         return Peak(float(profile[at]), at, ordered)
@@ -205,16 +213,16 @@ class Memory:
         for i in self._alive(at):
             item = self.items[i]
             if item.source is None:
-                total.add(item.port.node, item.num_bytes * self._shares[i])
+                total.add(item.port.node, self._bytes_of(item) * self._shares[i])
             elif chosen is not None:
                 shares, source = {p: self.costed.shares(p) for p in (item.port, *item.others)}, item.source
                 largest = max(shares, key=lambda port: shares[port][chosen[port.node]])
                 more = shares[largest][chosen[largest.node]] - self.costed.shares(source)[chosen[source.node]]
                 if more > 0:
-                    total.add(largest.node, item.num_bytes * shares[largest])
-                    total.add(source.node, -item.num_bytes * self.costed.shares(source))
-        fixed_bytes = self.workspaces.get(at, 0.0)
-        return MemoryConstraint(f"op {at}", total.in_order, fixed_bytes, partial(self.expansion, at))
+                    total.add(largest.node, self._bytes_of(item) * shares[largest])
+                    total.add(source.node, -self._bytes_of(item) * self.costed.shares(source))
+        row = f"op {at}", total.in_order, self._workspace_at(at)
+        return MemoryConstraint(*row, partial(self.expansion, at))
 
     def expansion(self, at: int, chosen: Sequence[int]) -> MemoryConstraint:
         """The memory in use at one program point near some strategies: exact for them, and for all that differ in one
@@ -224,7 +232,7 @@ class Memory:
         fixed_bytes = base.fixed_bytes
         for item, source in of_several:
             readers = item.port, *item.others
-            shares = {port: item.num_bytes * self.costed.shares(port) for port in (*readers, source)}
+            shares = {port: self._bytes_of(item) * self.costed.shares(port) for port in (*readers, source)}
             here = {port: share[chosen[port.node]] for port, share in shares.items()}
             held = partial(_beyond_source, shares, here, source)
             now, of_source = held(()), held((source.node,))
@@ -247,16 +255,15 @@ class Memory:
         for i in self._alive(at):
             item, source = self.items[i], self.items[i].source
             if source is None:
-                total.add(item.port.node, item.num_bytes * self._shares[i])
+                total.add(item.port.node, self._bytes_of(item) * self._shares[i])
             elif item.others:
                 of_several.append((item, source))
             else:
                 more = self._shares[i][:, None] - self.costed.shares(source)
-                key, num_bytes = (item.port.node, source.node), item.num_bytes * np.maximum(more, 0.0)
+                key, num_bytes = (item.port.node, source.node), self._bytes_of(item) * np.maximum(more, 0.0)
                 pairs[key] = pairs[key] + num_bytes if key in pairs else num_bytes
         in_order = tuple((u, v, num_bytes) for (u, v), num_bytes in pairs.items() if num_bytes.any())
-        fixed_bytes = self.workspaces.get(at, 0.0)
-        return MemoryConstraint("", total.in_order, fixed_bytes, pairs=in_order), tuple(of_several)
+        return MemoryConstraint("", total.in_order, self._workspace_at(at), pairs=in_order), tuple(of_several)
 
     def _alive(self, at: int) -> list[int]:
         """The live ranges that contain a program point."""

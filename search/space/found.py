@@ -51,7 +51,7 @@ class Found:
     def cost_s(self) -> float:
         """Seconds of computation and visible communication, which the solver minimises, and of waiting for copies to
         and from the host."""
-        return self.on_mesh.problem.cost_s(self.labels) - self._hidden_copies_s
+        return self.on_mesh.cost_s(self.labels, self.device.overlaps) - self._hidden_copies_s
 
     @property
     def communication_s(self) -> float:
@@ -61,7 +61,8 @@ class Found:
     @property
     def hidden_s(self) -> float:
         """Seconds of communication and copies that computation hides."""
-        return self.on_mesh.hiding.hidden_once_s(self.labels) + self._hidden_copies_s
+        hidden_s = self.on_mesh.hiding.hidden_once_s(self.labels) if self.device.overlaps else 0.0
+        return hidden_s + self._hidden_copies_s
 
     @property
     def _hidden_copies_s(self) -> float:

@@ -166,7 +166,7 @@ class Estimates:
             self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.uncapped.labels
         )
         self.on_mesh.clock.spend(OP_S * len(step_problem.graph.folded.program.ops))
-        self.all_bytes = sum(part.all_bytes for part in self.parts)
+        self.all_bytes = self._with_margin(sum(part.all_bytes for part in self.parts))
         self.baseline_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
         self.may_be_cut = False
@@ -248,11 +248,15 @@ class Estimates:
     def _saved_bytes(self, choice: Choice) -> float:
         return self.all_bytes - choice.kept_bytes
 
+    def _with_margin(self, num_bytes: float) -> float:
+        """Bytes of residuals, as the memory counts them."""
+        return (1 + self.on_mesh.memory.margin) * num_bytes
+
     def _chosen(self, low: float, high: float, share: float) -> Choice:
         """The ops to recompute if a share of the step takes the higher price."""
         chosen = (part.chosen(low, high, share, self.may_be_cut) for part in self.parts)
         sites = frozenset[Site]().union(*chosen)
-        kept_bytes = sum(part.kept_bytes(sites) for part in self.parts)
+        kept_bytes = self._with_margin(sum(part.kept_bytes(sites) for part in self.parts))
         return Choice(high, sites, sum(part.seconds(sites) for part in self.parts), kept_bytes)
 
     def _offloading(
@@ -262,12 +266,12 @@ class Estimates:
         missing_bytes, worth = self.missing_bytes - saved_bytes, self._worth_offloading(sites)
         if missing_bytes <= 0 or not worth:
             return
-        missing_bytes += WINDOW * max(copied_bytes for _, _, copied_bytes in worth)
+        missing_bytes += self._with_margin(WINDOW * max(copied_bytes for _, _, copied_bytes in worth))
         offloaded_sites, moved_bytes = set[Site](), 0.0
         for site, num_bytes, _ in worth:
             if moved_bytes < missing_bytes:
                 offloaded_sites.add(site)
-                moved_bytes += num_bytes
+                moved_bytes += self._with_margin(num_bytes)
         link = self.on_mesh.memory.costed.resharder.mesh.cluster.host_link
         hidden_s = HIDING_SHARE * self.uncapped.cost_s
         copied_s = 2 * float(link.copy_s(moved_bytes))

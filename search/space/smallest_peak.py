@@ -97,8 +97,8 @@ def _smallest_step(trials: Trials, first: Baseline, misfits: Sequence[Misfit]) -
 
 
 def _fitting(trials: Trials, peaks: Mapping[StepProblem, infeasible.Smallest]) -> Found | None:
-    """The plan of the smallest peak that keeps to the cap, None if there is none. Plans that keep to it in the compiler's
-    order come first. The others keep to it only if nothing overlaps, and say so."""
+    """The plan of the smallest peak that keeps to the cap, None if there is none. Plans that keep to it with overlap come
+    first."""
     cap_bytes, nearest = trials.options.memory_bytes, trials.nearest
     kept = [
         Found(one, smallest.on_mesh, smallest.labels, cap_bytes)
@@ -106,7 +106,8 @@ def _fitting(trials: Trials, peaks: Mapping[StepProblem, infeasible.Smallest]) -
         if smallest.peak.num_bytes <= cap_bytes
     ]
     kept += [nearest] if nearest and nearest.peak.num_bytes <= cap_bytes else []
-    return min(kept, key=lambda one: (not one.fits, one.peak.num_bytes), default=None)
+    fitting = [replace(one, asked=one.device.within_limit) for one in kept]
+    return min(fitting, key=lambda one: (not one.device.overlaps, one.peak.num_bytes), default=None)
 
 
 def _forbidden_s(trials: Trials, search: Callable[[Trials], Found | None]) -> float | None:

@@ -156,14 +156,6 @@ def test_where_none_was_found_the_smallest_peak_s_plan_does_if_it_fits(monkeypat
     assert 0.0 <= found.plan.gap < 1.0
 
 
-def test_of_two_forms_a_plan_that_keeps_to_the_cap_comes_before_a_faster_one_that_may_not():
-    kept = find(Options(CAP_BYTES, mesh=(2, 8)))
-    estimates = replace(kept.plan.estimates, step_s=kept.plan.estimates.step_s / 2, peak_bytes=CAP_BYTES + 1)
-    larger = replace(kept, plan=replace(kept.plan, estimates=estimates))
-    assert driver._faster(larger, (), lambda: kept) is kept
-    assert driver._faster(kept, (), lambda: larger) is kept
-
-
 @pytest.mark.parametrize("is_found", [True, False])
 @pytest.mark.parametrize(("bounds_s", "is_proven"), [((inf,) * 4, True), ((inf, inf, 1e-3, inf), False)])
 def test_where_that_does_not_fit_either_the_error_says_what_would(monkeypatch, is_found, bounds_s, is_proven):

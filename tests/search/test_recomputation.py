@@ -355,7 +355,7 @@ def test_a_rewrite_costs_its_recomputation_and_what_strategies_that_save_the_res
     on_mesh = step_problem.on(CLUSTER, (8,))
     kept = on_mesh.pinned({})
     solution = on_mesh.solve(kept, NO_CAP, 10.0)
-    limit_bytes = int(1.05 * on_mesh.memory.least_bytes(kept))
+    limit_bytes = int(0.95 * on_mesh.memory.least_bytes(kept))
     uncapped = UncappedSolution(on_mesh, solution.labels, solution.cost_s)
     curve, deadline = on_mesh.cap_curve(kept, ESTIMATE_GAP), Deadline.after(10.0, on_mesh.clock)
     estimates = Estimates(step_problem, uncapped, {}, limit_bytes, curve, deadline)

@@ -9,7 +9,7 @@ import pytest
 import autoshard
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.cost_model.xla.gpu_targets import ATTEMPTS
+from autoshard.cost_model.xla.gpu_targets import ATTEMPTS, UNHIDDEN
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.search.plan.plan import Collective
 from autoshard.verification import judge
@@ -167,5 +167,16 @@ def test_of_programs_the_first_that_fits_is_kept_or_else_the_smallest(
         asked.append(options)
         return verdict(plan, peak_bytes=peaks_gib[len(asked) - 1] * GIB)
 
-    kept = judge.first_fitting(compiled, lambda proof: proof)
+    kept = judge.first_fitting(compiled, lambda proof: proof, overlap=True)
     assert (kept.compiled.peak_bytes, asked) == (kept_gib * GIB, [*ATTEMPTS[:num_compiled]])
+
+
+def test_a_plan_without_overlap_is_compiled_without_it_at_once(plan):
+    asked = list[object]()
+
+    def compiled(options):
+        asked.append(options)
+        return verdict(plan, peak_bytes=1)
+
+    judge.first_fitting(compiled, lambda proof: proof, overlap=False)
+    assert asked == [UNHIDDEN]

@@ -86,6 +86,7 @@ PLANS = {
 
 OTHERS = {
     "attention": "blockwise",
+    "overlap": False,
     "step": "another_step",
     "fingerprint": "fedcba9876543210",
     "jax": "0.11",

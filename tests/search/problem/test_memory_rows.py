@@ -1,5 +1,6 @@
 """Rows, profile and peak against sums over everything that is alive, whatever is alive and whatever is chosen."""
 
+from dataclasses import replace
 from math import inf
 
 import jax
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.trace import trace
-from autoshard.search.problem.live_ranges import LiveRange, Resident
+from autoshard.search.problem.live_ranges import ARGUMENTS, LiveRange, Resident
 from autoshard.search.problem.memory_rows import Memory, Origin, Peak
 from autoshard.search.problem.strategies import CopySource, port_specs
 from autoshard.search.problem.strategy_graph import Port
@@ -217,12 +218,18 @@ def test_a_row_of_a_peak_is_its_arrays_in_their_parts_and_the_rest(chosen, other
 @pytest.mark.parametrize(
     "chosen", [tuple(0 for _ in COSTED.strategies), tuple(len(s) - 1 for s in COSTED.strategies)]
 )
-def test_all_of_a_step_s_live_ranges_are_in_its_rows(chosen):
-    profile, items = ON_MESH.memory.profile(chosen), ON_MESH.memory.items
-    assert profile.max() == ON_MESH.memory.peak(chosen).num_bytes > 0
+@pytest.mark.parametrize("margin", [0.0, 0.25])
+def test_all_of_a_step_s_live_ranges_are_in_its_rows(chosen, margin):
+    """All but its arguments have a margin."""
+    memory = replace(ON_MESH.memory, margin=margin)
+    profile = memory.profile(chosen)
+    resting = [item for item in memory.items if item.resident in ARGUMENTS]
+    made = [item for item in memory.items if item.resident not in ARGUMENTS]
+    assert profile.max() == memory.peak(chosen).num_bytes > 0
     for at in range(len(OPS)):
         product_bytes = WORKSPACE_BYTES if OPS[at].name == "dot_general" else 0
-        assert profile[at] == pytest.approx(total(items, at, chosen) + product_bytes)
-        row = ON_MESH.memory.row(at, chosen)
+        made_bytes = (1 + margin) * (total(made, at, chosen) + product_bytes)
+        assert profile[at] == pytest.approx(total(resting, at, chosen) + made_bytes)
+        row = memory.row(at, chosen)
         assert profile[at] == pytest.approx(row.total_bytes(chosen))
         assert row.expansion(chosen).total_bytes(chosen) == pytest.approx(profile[at])
