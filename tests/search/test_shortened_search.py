@@ -291,11 +291,11 @@ def test_some_layers_recompute_and_others_do_not():
 
 @pytest.mark.slow  # `test_less_memory_never_makes_it_faster` of test_recomputation.py shows it for all layers at once
 def test_little_is_recomputed_where_little_is_missing():
-    """A device holds 1,293 MiB where nothing is recomputed; each layer is recomputed for 32 MiB or more. Nobody puts the
-    kernels into another order there."""
+    """Other shardings hold 1,213 MiB without recomputation. Below that, 4 layers of 16 recompute at first, then 13. Nobody
+    puts the kernels into another order there."""
     in_order = parse_cluster("8xCPU")
     again_s = [found(mib << 20, in_order).plan.estimates.recompute_s for mib in (1200, 900)]
-    assert 0 < again_s[0] < again_s[-1] / 4
+    assert 0 < again_s[0] < again_s[-1] / 3
     assert again_s == sorted(again_s)
 
 
