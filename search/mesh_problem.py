@@ -197,8 +197,8 @@ class MeshProblem:
         relative_gap: float = RELATIVE_GAP,
         known: Known = UNKNOWN,
     ) -> tuple[branch_and_bound.Solution, Prediction]:
-        """The cheapest of the kept strategies whose kernels fit on a device. If they fit only without overlap, they cost
-        as much more.
+        """The cheapest of the kept strategies whose kernels fit on a device. If kernels fit only without overlap, no
+        communication is hidden, and all of its time counts.
 
         No others are looked for if the first ones do not fit, and are faster than the cutoff by less than the gap.
 

@@ -5,7 +5,8 @@ there XLA's latency-hiding scheduler (`latency_hiding`) moves kernels into the w
 memory. Its budget is a goal that it overshoots: of 14 plans whose orders held more than their caps by our outline of
 it, ten did as compiled, by 3 to 193%; the others held 3 to 6% less. So the scheduler's order has to fit too, besides
 the order of least memory, and the predicted peak is that of the scheduler's order. It has a margin for the differences
-between our outline and the compiler, as far as the cap leaves room for it.
+between our outline and the compiler, as far as the cap leaves room for it. If only the order of least memory fits, the
+step may do without overlap (`Prediction.without_overlap`): the scheduler is off, and nothing is hidden.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class Prediction:
       limit_bytes: the cap, from which the scheduler's budget follows.
       is_rescheduled: whether the compiler's scheduler moves kernels for overlap.
       apart: its kernels before any were joined.
-      overlaps: whether collectives and copies run beside computation.
+      overlaps: whether collectives and copies run beside computation; if not, the compiler moves no kernels for overlap.
     """
 
     lowered: Lowered

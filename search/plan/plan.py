@@ -91,7 +91,8 @@ class Plan(PlanValues):
       candidates: those that were tried, with their bounds and times, on which the gap rests; of one program.
       attention: `blockwise` if attention that the step spells out is computed in blocks, whose sequence may be split over a
         ring of devices; empty if it stays as it is.
-      overlap: whether communication runs beside computation in one program. XLA's scheduler takes memory for that.
+      overlap: whether communication runs beside computation, for which XLA's scheduler takes memory; always true of a
+        pipeline.
       marks: digests of the decisions that the estimates are for (`search.plan.edits`); empty if unknown.
       outline: the traced step's types and ops, to say how another step differs; None in a file without it.
       search_s: seconds of the search, in all and by part; not saved.
@@ -266,7 +267,8 @@ def _checked(plan: Plan, place: str) -> Plan:
     """A plan whose parts go together.
 
     Raises:
-      PlanError: its executor is unknown or is not for as many stages, a pin is no text, or a stage has no sharding.
+      PlanError: its executor is unknown or is not for as many stages, a pipeline does without overlap, a pin is no text, or
+        a stage has no sharding.
     """
     if plan.executor not in EXECUTORS:
         raise PlanError(
@@ -277,6 +279,8 @@ def _checked(plan: Plan, place: str) -> Plan:
             f"{place}: executor {plan.executor!r} is {EXECUTORS[plan.executor]}, and there are {len(plan.stages)} stages "
             f"under the schedule {plan.schedule!r}. Name a pipeline's executor and its schedule, or neither"
         )
+    if plan.is_pipeline and not plan.overlap:
+        raise PlanError(f"{place}: overlap is false, and a pipeline always overlaps. Delete the key")
     _check_pins(plan.options.get("pin", {}), place)
     for n, stage in enumerate(plan.stages):
         if stage.sharding >= len(plan.shardings):

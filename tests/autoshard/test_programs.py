@@ -109,6 +109,16 @@ def test_a_plan_found_before_is_compiled_likewise(roomy, peaks, besides):
 
 
 @pytest.mark.usefixtures("on_gpus")
+def test_the_program_of_a_plan_without_overlap_turns_the_scheduler_off(roomy, besides):
+    found, _ = searched(int(1.05 * max(roomy)))
+    besides.clear()
+    without = found.with_plan(overlap=False)
+    for one in (found, without):
+        programs.built(one, parse_cluster("8xH100-80GB"), jax.devices())
+    assert besides == [AS_PLANNED, UNHIDDEN]
+
+
+@pytest.mark.usefixtures("on_gpus")
 def test_a_plan_that_compiles_to_the_cap_is_kept(roomy):
     found, program = searched(int(1.05 * max(roomy)))
     assert compiled_peak(program) == roomy[1]

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Candidate, Collective, Estimates, Plan, Sharding, Stage, StageEstimates
 
@@ -163,3 +164,10 @@ def test_the_order_of_decisions_in_a_file_does_not_count(plan):
 
     again = Plan.from_json(turned(plan.to_json()))
     assert (again, hash(again)) == (plan, hash(plan))
+
+
+@pytest.mark.parametrize("executor", ["mpmd", "spmd"])
+def test_a_pipeline_without_overlap_is_refused(executor):
+    data = replace(PLANS[executor], overlap=False).to_json()
+    with pytest.raises(PlanError, match="overlap is false, and a pipeline always overlaps"):
+        Plan.from_json(data)
