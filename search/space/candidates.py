@@ -75,13 +75,11 @@ class OfVariant:
     Attributes:
       variants: the estimates of all variants.
       variant: its microbatches, and its arguments in host memory.
-      look: bounds a variant, for the estimates of all others.
       open: solves a variant without a cap, and returns its meshes.
     """
 
     variants: Variants
     variant: Variant
-    look: Callable[[Variant], None]
     open: Callable[[Variant, float], Iterable[Candidate]]
 
     @property
@@ -93,10 +91,6 @@ class OfVariant:
         return self.variants.least_bytes(self.variant)
 
     def take(self, limit_s: float) -> Iterable[Candidate]:
-        """If it is not known how much microbatches add, the first turn only bounds it. Without a bound it cannot fit."""
-        if self.variant.microbatches > 1 and not self.variants.knows_added:
-            self.look(self.variant)
-            return [self] if self.variants.knows_added else []
         return self.open(self.variant, limit_s)
 
 
@@ -248,11 +242,12 @@ class OnMesh:
 
     @property
     def estimate_s(self) -> float:
-        """Seconds without a cap, and those that rewrites add. If there is a plan, those that they may save count, too."""
+        """Seconds without a cap, and those that rewrites add. If there is a plan, those that they may save count, too, while
+        no mesh tells what they add."""
         relief_s = self.solved.relief_s(self.uncapped)
         if self.uncapped is None:
             return self.solved.promised_s(self.shape) + relief_s
-        has_plan = self.solved.trials.best is not None
+        has_plan = self.solved.trials.best is not None and not self.solved.is_estimated
         saved_s = self.solved.residuals_s(self.uncapped.peak_bytes) if has_plan else 0.0
         return self.uncapped.cost_s + relief_s - saved_s
 

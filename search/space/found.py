@@ -47,13 +47,13 @@ class Found:
         """The larger of two peaks: in program order and in the kernels' order."""
         return self.on_mesh.larger_peak(self.labels, self.device)
 
-    @property
+    @cached_property
     def cost_s(self) -> float:
         """Seconds of computation and visible communication, which the solver minimises, and of waiting for copies to
         and from the host."""
         return self.on_mesh.cost_s(self.labels, self.device.overlaps) - self._hidden_copies_s
 
-    @property
+    @cached_property
     def communication_s(self) -> float:
         """Seconds of the cost that are communication."""
         return self.cost_s - self.on_mesh.memory.costed.compute_s(self.labels)

@@ -15,7 +15,8 @@ its variants join the queue, and the search may take a quarter longer.
 The candidate with the least estimated time has the next turn (`search.space.candidates`). Before there is a good plan,
 recomputation that saves enough by itself comes first. If no estimate is below the best plan, its step has turns on other
 meshes. The queue ends if those promise nothing either, or if time is over. Without a good plan it has as long again for each
-form of the step. If there is none at all, the candidate with the least memory then comes first.
+form of the step. If there is none at all, the fastest candidate that seems to fit then comes first, or else the one with
+the least memory.
 
 If the compiler finds that a plan needs more than it may, the search goes on under a lower cap (`Queue.under`).
 """
@@ -23,7 +24,6 @@ If the compiler finds that a plan needs more than it may, the search goes on und
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 
 from autoshard.cost_model.errors import InfeasibleError, first_line
 from autoshard.cost_model.meshes import finer_shapes
@@ -60,8 +60,8 @@ POOR = 2.0
 """A plan that takes more than this multiple of a candidate's estimate is as good as none. Source: a choice of ours;
 estimates err by 10 to 30%."""
 
-KINDS = OfVariant, OnMesh, OfRewrite
-"""The kinds of candidates, each a part of the one before it."""
+TURNS_TO_A_PLAN = 5
+"""Turns from a variant to a plan. Derived: one of the variant, three of a mesh, and one of a rewrite."""
 
 MAX_FINER = 2
 """Number of meshes of three axes on which the best plan's step is tried if there are examples for all devices. Source: of up
@@ -97,8 +97,7 @@ class Queue:
         self.misfits: list[Misfit] = []
         self.tried = ""
         self.host_arguments = HostArguments(self.step, trials.cluster, self.options)
-        self.is_begun, self.floor_s, self._is_extended = False, 0.0, False
-        self._looked_at = dict[Variant, tuple[StepProblem, list[MeshProblem]]]()
+        self.is_begun, self.floor_s = False, 0.0
         self.tried_elsewhere: set[tuple[StepProblem, tuple[int, ...]]] = set()
         self.form = form
         self.other: Queue | None = None
@@ -162,7 +161,7 @@ class Queue:
         if self.variants:
             lower.variants = variants = self.variants.under(trials.options.memory_bytes)
             unopened = (one.variant for one in self.open if isinstance(one, OfVariant))
-            lower.open += [OfVariant(variants, one, lower._look, lower._solved) for one in unopened]
+            lower.open += [OfVariant(variants, one, lower._solved) for one in unopened]
         elif fastest := next(_fitting(first), None):
             lower._open_variants(fastest, first.on_meshes)
         for solved in self.solved:
@@ -197,17 +196,20 @@ class Queue:
             yield candidate
         if not self._has_good_plan and any(one.open for one in self._searches):
             self.trials.extend(len(self._searches))
-            self._is_extended = True
             yield from self._turns_besides()
 
     def _turns_besides(self) -> Iterator[tuple["Queue", Candidate]]:
-        """The candidates that have turns in the time besides. Without a plan, a variant, a mesh of it and a rewrite there
-        have turns in any case."""
-        for n in count():
-            candidate = self._most_promising()
-            if candidate is None or (self.trials.deadline.is_over and (self.best or n >= len(KINDS))):
+        """The candidates that have turns in the time besides. Without a plan, those of the least memory then have as many
+        turns as lead to one."""
+        while not self.trials.deadline.is_over:
+            cap_bytes = self.options.memory_bytes
+            candidate = self._most_promising() if self.best else self._most_likely(cap_bytes)
+            if candidate is None:
                 return
             yield candidate
+        for _ in range(TURNS_TO_A_PLAN):
+            if self.best is None and (candidate := self._most_likely()):
+                yield candidate
 
     @property
     def _has_good_plan(self) -> bool:
@@ -226,11 +228,20 @@ class Queue:
     def _urgency(self, candidate: Candidate) -> tuple[float, ...]:
         """The key by which candidates are ordered if there is no good plan, the next one first. Recomputation that saves
         enough is a plan soon; others may be faster, but the solver must find strategies that hold less."""
-        estimate_s, least_bytes = max(candidate.estimate_s, self.floor_s), candidate.least_bytes
-        is_rewrite = isinstance(candidate, OfRewrite)
-        if self._is_extended and self.best is None:
-            return least_bytes, not is_rewrite, estimate_s
-        return not (is_rewrite and candidate.saves_enough), estimate_s, least_bytes
+        saves_enough = isinstance(candidate, OfRewrite) and candidate.saves_enough
+        return not saves_enough, max(candidate.estimate_s, self.floor_s), candidate.least_bytes
+
+    def _most_likely(self, enough_bytes: float = 0.0) -> tuple["Queue", Candidate] | None:
+        """The candidate that most likely leads to a plan, with its search; None if there is none. It is the fastest one that
+        seems to need no more than enough memory, or else the one of the least memory: a rewrite before its mesh."""
+
+        def key(one: tuple[Queue, Candidate]) -> tuple[bool, float, bool, float]:
+            estimate_s, least_bytes = one[1].estimate_s, one[1].least_bytes
+            if least_bytes <= enough_bytes and estimate_s < math.inf:
+                return False, estimate_s, False, least_bytes
+            return True, least_bytes, not isinstance(one[1], OfRewrite), estimate_s
+
+        return min(((search, one) for search in self._searches for one in search.open), key=key, default=None)
 
     # --- the beginning
 
@@ -272,7 +283,7 @@ class Queue:
         self.variants = variants = Variants.of(fastest, self.options.memory_bytes, shard_bytes)
         if self.options.may_recompute:
             variants.assume_recomputation(least_bytes)
-        self.open += [OfVariant(variants, one, self._look, self._solved) for one in every]
+        self.open += [OfVariant(variants, one, self._solved) for one in every]
 
     def _all_variants(self, least_bytes: float) -> Iterator[Variant]:
         """The variants besides the first one, without those whose arguments alone are too large for the device.
@@ -315,23 +326,9 @@ class Queue:
         step = microbatched(self.step, self.options.microbatches or variant.microbatches)
         return self.trials.made_ready(step, self._hosted(variant.kinds))
 
-    def _look(self, variant: Variant) -> None:
-        """Bounds a variant on the mesh where it promises to be fastest, for the estimates of all variants."""
-        if made := self._on_meshes(variant):
-            self._looked_at[variant] = made
-            _, (on_mesh, *_) = made
-            self._took(variant, on_mesh)
-
-    def _took(self, variant: Variant, on_mesh: MeshProblem) -> None:
-        """Corrects the estimates of variants by the bound of one of them on a mesh."""
-        if self.variants:
-            self.variants.took(variant, on_mesh.promised_s(on_mesh.pinned(self.trials.pins)))
-
     def _on_meshes(self, variant: Variant) -> tuple[StepProblem, list[MeshProblem]] | None:
         """A variant on its meshes; first comes the one where the step as it is written promises to be fastest. None if
         there is no such variant, or if nothing of it can fit."""
-        if variant in self._looked_at:
-            return self._looked_at.pop(variant)
         trials, num = self.trials, variant.microbatches
         if variant.kinds:
             trials.progress(f"{' and '.join(variant.kinds).replace('_', ' ')} on the host")
@@ -358,7 +355,9 @@ class Queue:
             return ()
         before, (step_problem, (on_mesh, *others)) = self.best, made
         baseline = self.trials.baseline(step_problem, (on_mesh,), limit_s)
-        self._took(variant, on_mesh)
+        if self.variants:
+            solutions_s = [one.cost_s for one in (*baseline.uncapped, *_fitting(baseline))]
+            self.variants.took(variant, min(solutions_s, default=baseline.floors_s[on_mesh.shape]))
         return self._meshes(variant, baseline, before, others)
 
     def _cannot_fit(self, on_meshes: Sequence[MeshProblem]) -> bool:

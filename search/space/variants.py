@@ -33,7 +33,7 @@ OF_A_BATCH = frozenset({Resident.RESIDUALS, Resident.TEMPORARIES})
 """Residents of memory that shrink with the number of examples."""
 
 SECOND_ADDS = 0.13
-"""Smallest share of the step that the second microbatch adds. It orders variants until one was looked at. Source: it adds
+"""Smallest share of the step that the second microbatch adds. It orders variants until one is solved. Source: it adds
 0.13 of the uncapped step of a Llama and 0.5 to 0.7 of a GPT's, a mixture of experts' and a U-Net's on 8 H100s
 (`benchmarks.experts`)."""
 
@@ -89,6 +89,7 @@ class Variants:
       fetched_bytes: memory on the device for the copies of hosted arguments, by kind.
       savings: possible recomputation.
       added_s: seconds that each microbatch of few added, by kinds in host memory.
+      hosted_s: seconds of the uncapped step in one microbatch, by kinds in host memory.
       excess: needed memory of activations over its estimate.
       undivided_bytes: memory besides the arguments that microbatches do not divide.
       slowness: seconds of recomputation over their estimate.
@@ -104,6 +105,7 @@ class Variants:
     fetched_bytes: Mapping[str, float]
     savings: Sequence[Saving] = ()
     added_s: dict[tuple[str, ...], float] = field(default_factory=dict)
+    hosted_s: dict[tuple[str, ...], float] = field(default_factory=dict)
     excess: float = 1.0
     undivided_bytes: float = 0.0
     slowness: float = 1.0
@@ -143,7 +145,8 @@ class Variants:
 
     def under(self, cap_bytes: float) -> "Variants":
         """The estimates under a lower cap."""
-        return replace(self, cap_bytes=cap_bytes, added_s=dict(self.added_s), too_large=[*self.too_large])
+        own = dict(self.added_s), dict(self.hosted_s), [*self.too_large]
+        return replace(self, cap_bytes=cap_bytes, added_s=own[0], hosted_s=own[1], too_large=own[2])
 
     def assume_recomputation(self, working_bytes: float) -> None:
         """Takes it that the forward phase can be recomputed, to be used where no candidate is known.
@@ -173,16 +176,13 @@ class Variants:
             again_s = nearest.cost_s - self._uncapped_s(variant)
             self.slowness = max(self.slowness, again_s / most.seconds)
 
-    @property
-    def knows_added(self) -> bool:
-        """Whether it is known how much microbatches add."""
-        return bool(self.added_s)
-
     def took(self, variant: Variant, seconds: float) -> None:
-        """Notes a lower bound on the variant's uncapped step."""
+        """Notes the seconds of a variant's uncapped step."""
         if variant.microbatches > 1:
             added_s = max(0.0, seconds - self._undivided_s(variant))
             self.added_s[variant.kinds] = added_s / (variant.microbatches - 1)
+        else:
+            self.hosted_s[variant.kinds] = seconds
 
     def seconds(self, variant: Variant, slack: float = 0.0) -> float:
         """Estimated seconds of the best plan; infinite if nothing seems to fit.
@@ -220,12 +220,14 @@ class Variants:
         return self._undivided_s(variant) + more * added_s
 
     def _undivided_s(self, variant: Variant) -> float:
-        """Estimated seconds of the uncapped step in one microbatch, copies included."""
+        """Estimated seconds of the uncapped step in one microbatch, copies included. They are no less than with fewer
+        kinds in host memory."""
         if not variant.kinds:
             return self.undivided_s
+        fewer = (seconds for kinds, seconds in self.hosted_s.items() if set(kinds) <= set(variant.kinds))
         copied_s = 2 * float(self.cluster.host_link.copy_s(self._moved_bytes(variant)))
         visible_s = max(VISIBLE_SHARE * copied_s, copied_s - HIDING_SHARE * self.undivided_s)
-        return self.undivided_s + visible_s
+        return max((self.undivided_s + visible_s, *fewer))
 
     def _argument_bytes(self, variant: Variant) -> float:
         """Memory besides activations."""

@@ -16,12 +16,11 @@ from autoshard.search.space.candidates import (
     OfForm,
     OfPlan,
     OfRewrite,
-    OfVariant,
     OnMesh,
     SolvedVariant,
 )
 from autoshard.search.space.certificate import Certificate
-from autoshard.search.space.queue import POOR, Queue
+from autoshard.search.space.queue import POOR, TURNS_TO_A_PLAN, Queue
 from autoshard.search.space.rewrites import Rewrite, UncappedSolution
 from autoshard.search.space.trials import Trials
 from autoshard.search.space.variants import MISSES_BY, Variant
@@ -95,25 +94,25 @@ def test_without_a_plan_all_have_turns():
     assert turns(queue(), ("b", math.inf, 2.0), ("a", 1.0, 3.0), ("c", math.inf, 3.0)) == ["a", "b", "c"]
 
 
-def test_without_a_plan_the_least_memory_comes_first_in_the_time_besides():
+def test_without_a_plan_the_fastest_that_seems_to_fit_comes_first_in_the_time_besides():
     search = queue()
-    every = [(str(n), float(n), 100.0 - n) for n in range(40)]
+    every = [(str(n), float(n), 2.0 * GIB - n if n % 2 else 100.0) for n in range(40)]
     taken = turns(search, *every)
     assert taken[:15] == [str(n) for n in range(15)]
-    assert taken[15:] == [str(n) for n in range(39, 24, -1)]
-    assert search.trials.clock.now_s == 30.0
+    assert taken[15:] == [str(n) for n in (*range(16, 40, 2), 39, 37, 35, *range(33, 23, -2))]
+    assert search.trials.clock.now_s == 30.0 + TURNS_TO_A_PLAN
 
 
-def test_without_a_plan_rewrites_come_before_what_is_not_rewritten_yet_in_the_time_besides(monkeypatch):
+def test_of_the_same_memory_rewrites_come_before_what_is_not_rewritten_yet(monkeypatch):
     """A variant's meshes hold no less than the rewrite that saves most there."""
     search = queue()
     small, most = rewrites(search, monkeypatch, 15, 20)
     other = OnMesh(most.mesh.solved, (16, 4))
     other.solved.baseline.estimates_s[16, 4] = 0.5
     search.trials._nearest[STEP, frozenset()] = SimpleNamespace(peak=SimpleNamespace(num_bytes=2.0 * GIB))
-    search.open, search._is_extended = [other, small, most], True
+    search.open = [other, small, most]
     assert other.least_bytes == most.least_bytes < small.least_bytes
-    assert search._most_promising() == (search, most)
+    assert search._most_likely() == (search, most)
 
 
 def test_under_a_lower_cap_what_was_expected_to_be_faster_than_the_plan_before_is_ordered_by_its_memory():
@@ -123,26 +122,17 @@ def test_under_a_lower_cap_what_was_expected_to_be_faster_than_the_plan_before_i
     assert turns(search, *every) == ["small", "as fast", "fast", "slow"]
 
 
-@pytest.mark.parametrize("is_bounded", [True, False])
-def test_the_first_turn_of_several_microbatches_tells_how_much_they_add(is_bounded):
-    """If they have no bound, they cannot fit."""
-    variants, events = SimpleNamespace(knows_added=False), []
-
-    def look(variant):
-        events.append("look")
-        variants.knows_added = is_bounded
-
-    def solved(variant, limit_s):
-        events.append("solved")
-        return ()
-
-    one, two = (OfVariant(variants, Variant(n), look, solved) for n in (1, 2))
-    one.take(1.0)
-    assert events == ["solved"]
-    assert list(two.take(1.0)) == ([two] if is_bounded else [])
-    if is_bounded:
-        two.take(1.0)
-    assert events == ["solved", "look", *(["solved"] if is_bounded else [])]
+@pytest.mark.parametrize(("solutions_s", "told_s"), [((3.0, 2.0), 2.0), ((), 1.0)])
+def test_a_solved_variant_tells_its_seconds_or_their_lower_bound(monkeypatch, solutions_s, told_s):
+    search, told, on_mesh = queue(), list[float](), SimpleNamespace(shape=(8, 8))
+    search.variants = SimpleNamespace(took=lambda variant, seconds: told.append(seconds))
+    uncapped = tuple(UncappedSolution(on_mesh, (), seconds) for seconds in solutions_s)
+    baseline = SimpleNamespace(uncapped=uncapped, found=(), floors_s={(8, 8): 1.0})
+    monkeypatch.setattr(search, "_on_meshes", lambda variant: (Prepared(), [on_mesh]))
+    monkeypatch.setattr(search.trials, "baseline", lambda *given: baseline)
+    monkeypatch.setattr(search, "_meshes", lambda *given: [])
+    assert search._solved(Variant(2), 1.0) == []
+    assert told == [told_s]
 
 
 @pytest.mark.parametrize(("plan_s", "num_turns"), [(99 * POOR, 15), (101 * POOR, 30)])

@@ -125,6 +125,14 @@ def test_seconds_of_few_microbatches_correct_those_of_more():
     assert found.seconds(Variant(8)) == pytest.approx(1 + 0.6 * (1 + 6 * SLOPE_SHARE))
 
 
+def test_seconds_with_arguments_on_the_host_correct_all_variants_that_have_them_there():
+    found, more = variants(12.5), (*STATE, "parameters")
+    found.took(Variant(1, STATE), 3.0)
+    assert found.seconds(Variant(1, STATE)) == found.seconds(Variant(1, more)) == 3.0
+    assert found.seconds(Variant(2, more)) == pytest.approx(3 + SECOND_ADDS)
+    assert found.seconds(Variant(2)) == pytest.approx(1 + SECOND_ADDS)
+
+
 def test_recomputation_of_the_forward_phase_is_assumed_where_none_is_known():
     found = variants(11, savings=())
     assert found.seconds(Variant(1)) == math.inf
