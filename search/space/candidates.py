@@ -427,7 +427,7 @@ class OfRewrite:
         return known
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OfPlan:
     """The best plan's step on a mesh: another one, or its own for more time.
 
@@ -437,6 +437,7 @@ class OfPlan:
       plan: the plan.
       shape: the mesh.
       solved: the variant that the plan's step is made from.
+      num_turns: number of turns so far.
     """
 
     trials: Trials
@@ -445,6 +446,7 @@ class OfPlan:
     shape: tuple[int, ...]
     solved: SolvedVariant | None = None
     least_bytes: float = math.inf
+    num_turns: int = 0
 
     @property
     def estimate_s(self) -> float:
@@ -467,7 +469,9 @@ class OfPlan:
         deadline = Deadline.after(limit_s, trials.clock)
         _, is_memory_bound = trials.improve(step_problem, on_mesh, limit_s, known)
         again = [self] if deadline.is_over and trials.best is plan else []
-        if self.solved and is_memory_bound and not is_own and self.shape not in trials.shapes:
+        self.num_turns += 1
+        may_have_others = is_memory_bound and not is_own and self.shape not in trials.shapes
+        if self.solved and may_have_others and self.num_turns == 1:
             return [OnMesh(self.solved, self.shape), *again]
         return again
 
