@@ -145,8 +145,13 @@ class Variants:
 
     def under(self, cap_bytes: float) -> "Variants":
         """The estimates under a lower cap."""
-        own = dict(self.added_s), dict(self.hosted_s), [*self.too_large]
-        return replace(self, cap_bytes=cap_bytes, added_s=own[0], hosted_s=own[1], too_large=own[2])
+        return replace(
+            self,
+            cap_bytes=cap_bytes,
+            added_s=dict(self.added_s),
+            hosted_s=dict(self.hosted_s),
+            too_large=[*self.too_large],
+        )
 
     def assume_recomputation(self, working_bytes: float) -> None:
         """Takes it that the forward phase can be recomputed, to be used where no candidate is known.
