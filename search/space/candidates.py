@@ -242,13 +242,13 @@ class OnMesh:
 
     @property
     def estimate_s(self) -> float:
-        """Seconds without a cap, and those that rewrites add. If there is a plan, those that they may save count, too, while
-        no mesh tells what they add."""
+        """Seconds without a cap, and those that rewrites add. If there is a plan, and rewrites are estimated on no mesh yet,
+        the seconds that they may save count, too."""
         relief_s = self.solved.relief_s(self.uncapped)
         if self.uncapped is None:
             return self.solved.promised_s(self.shape) + relief_s
-        has_plan = self.solved.trials.best is not None and not self.solved.is_estimated
-        saved_s = self.solved.residuals_s(self.uncapped.peak_bytes) if has_plan else 0.0
+        may_save = self.solved.trials.best is not None and not self.solved.is_estimated
+        saved_s = self.solved.residuals_s(self.uncapped.peak_bytes) if may_save else 0.0
         return self.uncapped.cost_s + relief_s - saved_s
 
     @property

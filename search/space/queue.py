@@ -16,7 +16,7 @@ The candidate with the least estimated time has the next turn (`search.space.can
 recomputation that saves enough by itself comes first. If no estimate is below the best plan, its step has turns on other
 meshes. The queue ends if those promise nothing either, or if time is over. Without a good plan it has as long again for each
 form of the step. If there is none at all, the fastest candidate that seems to fit then comes first, or else the one with
-the least memory.
+the least memory, which also has the last turns.
 
 If the compiler finds that a plan needs more than it may, the search goes on under a lower cap (`Queue.under`).
 """
@@ -199,8 +199,8 @@ class Queue:
             yield from self._turns_besides()
 
     def _turns_besides(self) -> Iterator[tuple["Queue", Candidate]]:
-        """The candidates that have turns in the time besides. Without a plan, those of the least memory then have as many
-        turns as lead to one."""
+        """The candidates that have turns in the time besides. If there is no plan after that, those of the least memory have
+        as many turns as lead to one."""
         while not self.trials.deadline.is_over:
             cap_bytes = self.options.memory_bytes
             candidate = self._most_promising() if self.best else self._most_likely(cap_bytes)
@@ -232,8 +232,14 @@ class Queue:
         return not saves_enough, max(candidate.estimate_s, self.floor_s), candidate.least_bytes
 
     def _most_likely(self, enough_bytes: float = 0.0) -> tuple["Queue", Candidate] | None:
-        """The candidate that most likely leads to a plan, with its search; None if there is none. It is the fastest one that
-        seems to need no more than enough memory, or else the one of the least memory: a rewrite before its mesh."""
+        """The candidate that most likely leads to a plan, with its search; None if there is none.
+
+        It is the fastest one whose estimated memory is enough, or else the one of the least memory. A rewrite comes before
+        its mesh.
+
+        Args:
+          enough_bytes: memory per device that is enough.
+        """
 
         def key(one: tuple[Queue, Candidate]) -> tuple[bool, float, bool, float]:
             estimate_s, least_bytes = one[1].estimate_s, one[1].least_bytes

@@ -9,6 +9,7 @@ import pytest
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import Known
 from autoshard.search.options import Options
 from autoshard.search.solver.clock import WorkClock
 from autoshard.search.space.candidates import (
@@ -20,6 +21,7 @@ from autoshard.search.space.candidates import (
     SolvedVariant,
 )
 from autoshard.search.space.certificate import Certificate
+from autoshard.search.space.found import Found
 from autoshard.search.space.queue import POOR, TURNS_TO_A_PLAN, Queue
 from autoshard.search.space.rewrites import Rewrite, UncappedSolution
 from autoshard.search.space.trials import Trials
@@ -33,7 +35,9 @@ CLUSTER = parse_cluster("64xH100-80GB")
 
 @dataclass(eq=False)
 class Prepared:
-    """What the queue knows of a prepared step."""
+    """A prepared step, as far as the queue knows it."""
+
+    has_transfers = False
 
     step: Step = STEP
     traced: Step = STEP
@@ -381,3 +385,33 @@ def test_recomputation_may_be_faster_than_a_plan_though_nothing_is_missing():
     assert on_mesh.estimate_s == 1.0
     search.trials.shared.best = plan(1.0)
     assert on_mesh.estimate_s < 1.0
+    on_mesh.solved.is_estimated = True  # none of the rewrites there saves time
+    on_mesh.solved.relief_s = lambda uncapped: 0.0
+    assert on_mesh.estimate_s == 1.0
+
+
+def test_a_plans_step_on_a_finer_mesh_opens_that_mesh_in_its_first_turn_alone(monkeypatch):
+    search, shape = queue(), (4, 4, 4)
+    search.trials.shared.best = plan(1.0, shape=(2, 32))
+    first = solved(search, {shape: 0.5})
+    candidate = OfPlan(search.trials, first.certificate, search.trials.best, shape, first)
+
+    def improve(step_problem, on_mesh, limit_s, known):
+        search.trials.clock.spend(limit_s)
+        return 0.5, True
+
+    monkeypatch.setattr(search.trials, "put_on", lambda step_problem, shape: SimpleNamespace(shape=shape))
+    monkeypatch.setattr(search.trials, "improve", improve)
+    monkeypatch.setattr(first.certificate, "known", lambda step_problem, shape: Known())
+    opened, again = candidate.take(1.0)
+    assert (opened.shape, again) == (shape, candidate)
+    assert candidate.take(1.0) == [candidate]
+
+
+def test_a_plans_seconds_are_computed_once():
+    """Each candidate is compared with the best plan."""
+    asked = list[bool]()
+    on_mesh = SimpleNamespace(cost_s=lambda labels, overlap: asked.append(overlap) or 2.0)
+    found = Found(Prepared(), on_mesh, (), GIB, SimpleNamespace(overlaps=False))
+    assert found.cost_s == found.cost_s == 2.0
+    assert asked == [False]
