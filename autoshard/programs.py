@@ -85,7 +85,7 @@ def built(
       given_up: as for `executors.jit.build`.
       besides: further options of the compiler; those of the plan if there are none.
     """
-    as_planned = attempts(overlap=found.plan.overlap)[0]
+    as_planned = attempts(found.plan.overlap)[0]
     options = _options(found.plan, cluster, devices, as_planned if besides is None else besides)
     return jit.build(found.step, found.sharding, devices, on_retrace, options, given_up)
 
@@ -133,7 +133,8 @@ def _options(
     def compiler_options(resting_bytes: int) -> dict[str, str]:
         if not _are_gpus(devices):
             return {}
-        for_cap = options_for_cap(plan.memory_bytes, resting_bytes, cluster.device.memory_bytes)
+        device_bytes = cluster.device.memory_bytes
+        for_cap = options_for_cap(plan.memory_bytes, resting_bytes, device_bytes, plan.overlap)
         return {**for_cap, **scheduler_options(cluster.device.name), **besides}
 
     return compiler_options

@@ -171,7 +171,7 @@ class MemoryPrices:
     def _resharded_s(self, more_bytes: int) -> float:
         """Seconds that other strategies of the plan's step save with so much more memory."""
         on_mesh, plan = self.found.on_mesh, self.found.plan
-        kept, cost_s = on_mesh.pinned(pinned(plan)), on_mesh.cost_s(self.found.chosen, plan.overlap)
+        kept, cost_s = on_mesh.pinned(pinned(plan)), self.found.solved_s
         cutoff_s, known = (1 - RELATIVE_GAP) * cost_s, Known(self.found.chosen)
         try:
             on_mesh.solve(kept, NO_CAP, LIMIT_S, cutoff_s, known=known)

@@ -92,12 +92,12 @@ class _Solved:
     Attributes:
       labels: its strategies.
       bound_s: a lower bound on all solutions with its choices.
-      overlap: whether its communication runs beside computation.
+      overlap: its share of the scheduler's budget.
     """
 
     labels: Labels
     bound_s: float
-    overlap: bool
+    overlap: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +210,8 @@ class _Decision:
             solution, device = self.on_mesh.fitting(kept, limit_bytes, LIMIT_S, relative_gap=FINE_GAP)
         except NoFitError as e:
             return None, e.is_proven
-        labels = self._like_plan(solution.labels, device.overlaps)
-        return _Solved(labels, solution.bound_s, device.overlaps), False
+        labels = self._like_plan(solution.labels, device.overlap)
+        return _Solved(labels, solution.bound_s, device.overlap), False
 
     def _with(self, labels: np.ndarray) -> Kept:
         """Per node, the labels to choose from: these for this node, and those that the pins allow for others."""
@@ -240,7 +240,7 @@ class _Decision:
         there = Found(self.found.problem, self.on_mesh, solved.labels, limit_bytes, device)
         costed = self.on_mesh.memory.costed
         after = estimate(costed, solved.labels, there.device, there.hidden_s, there.host_bytes)
-        least_s = solved.bound_s - self.on_mesh.cost_s(self.found.chosen, self.found.plan.overlap)
+        least_s = solved.bound_s - self.found.solved_s
         sizes = self.own_bytes(self.found.chosen[self.node]), self.own_bytes(solved.labels[self.node])
         more_s = after.step_s - before.step_s
         return Alternative(
@@ -272,12 +272,12 @@ class _Decision:
             for n in sorted(changed, key=lambda n: (-abs(more_s[n]), n))
         )
 
-    def _fits(self, labels: Labels, overlap: bool) -> bool:
+    def _fits(self, labels: Labels, overlap: float) -> bool:
         """True if a solution's kernels keep to the cap."""
         limit_bytes = self.found.plan.memory_bytes
         return self.on_mesh.predicted(labels, limit_bytes, overlap=overlap).needed_bytes <= limit_bytes
 
-    def _like_plan(self, labels: Labels, overlap: bool) -> Labels:
+    def _like_plan(self, labels: Labels, overlap: float) -> Labels:
         """A solution that keeps the plan's labels in all changes that are not joined to this node; the solution itself
         if that does not fit."""
         joined = _joined(self.problem, self.node, _changed(self.found.chosen, labels))

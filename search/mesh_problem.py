@@ -137,16 +137,16 @@ class MeshProblem:
         self.clock.spend(EDGE_S * len(problem.edges) + ENTRY_S * num_entries)
         return problem
 
-    def cost_s(self, chosen: Labels, overlap: bool) -> float:
+    def cost_s(self, chosen: Labels, device: Prediction) -> float:
         """The cost of full strategies.
 
         Args:
           chosen: the strategies.
-          overlap: whether communication runs beside computation.
+          device: a device's step under them; without overlap, all communication counts.
         """
         cost_s, costed = self.problem.cost_s(chosen), self.memory.costed
-        if overlap:
-            return cost_s
+        if device.overlap:
+            return cost_s + device.unhidden_s
         return cost_s + self.hiding.hidden_once_s(chosen) + costed.hidden_in_rings_s(chosen)
 
     @property
@@ -197,8 +197,8 @@ class MeshProblem:
         relative_gap: float = RELATIVE_GAP,
         known: Known = UNKNOWN,
     ) -> tuple[branch_and_bound.Solution, Prediction]:
-        """The cheapest of the kept strategies whose kernels fit on a device. If kernels fit only without overlap, no
-        communication is hidden, and all of its time counts.
+        """The cheapest of the kept strategies whose kernels fit on a device. If kernels fit only with less overlap, or
+        without any, the communication that is not hidden counts.
 
         No others are looked for if the first ones do not fit, and are faster than the cutoff by less than the gap.
 
@@ -242,8 +242,8 @@ class MeshProblem:
         best, least_s = None, cutoff_s
         with suppress(NoFitError):
             for latest in chain((first,), rounds):
-                solution, found = latest.proposal[0], latest.proposal[1].within_limit
-                cost_s = self.cost_s(solution.labels, found.overlaps)
+                solution, found = latest.proposal[0], self._within_limit(latest.proposal[1])
+                cost_s = self.cost_s(solution.labels, found)
                 if found.needed_bytes <= limit_bytes and cost_s < least_s:
                     best, least_s = (replace(solution, cost_s=cost_s, bound_s=bound_s), found), cost_s
                 nearest = min(nearest, latest, key=lambda one: one.needed_bytes)
@@ -331,7 +331,7 @@ class MeshProblem:
         return _original(kept, smallest.labels)
 
     def predicted(
-        self, chosen: Sequence[int], limit_bytes: float, is_one_program: bool = True, overlap: bool = True
+        self, chosen: Sequence[int], limit_bytes: float, is_one_program: bool = True, overlap: float = 1.0
     ) -> Prediction:
         """A device's step under full strategies.
 
@@ -339,11 +339,17 @@ class MeshProblem:
           chosen: the strategies.
           limit_bytes: the cap per device.
           is_one_program: whether one program runs the step, or one for each task of a pipeline's stages.
-          overlap: whether communication runs beside computation.
+          overlap: the share of the scheduler's budget for running communication beside computation.
         """
         predicted = predict(self.memory.costed, self.live_ranges, chosen, limit_bytes, is_one_program)
         self.clock.spend(KERNEL_S * len(predicted.lowered.kernels))
-        return predicted if overlap else predicted.without_overlap
+        return predicted.with_overlap(overlap)
+
+    def _within_limit(self, predicted: Prediction) -> Prediction:
+        found = predicted.within_limit
+        if 0 < found.overlap < 1:
+            self.clock.spend(KERNEL_S * len(predicted.lowered.kernels))
+        return found
 
     def solve(
         self,

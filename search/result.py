@@ -82,6 +82,7 @@ class SearchResult(PlanOnStep):
       problem: the prepared step that was searched.
       on_mesh: the problem that the plan solves.
       chosen: a strategy for each node.
+      solved_s: seconds of computation and visible communication, and of all copies to and from the host.
       bound_s: the lower bound behind the plan's gap, in seconds; -inf if nothing is proven.
       short: the shortened step, if one was searched.
       anew: names of decisions of a loaded plan that contradicted its edits, and were decided anew or dropped.
@@ -91,6 +92,7 @@ class SearchResult(PlanOnStep):
     problem: StepProblem
     on_mesh: MeshProblem
     chosen: Labels
+    solved_s: float
     bound_s: float = -math.inf
     short: Shortened | None = None
     anew: tuple[str, ...] = ()
@@ -98,8 +100,7 @@ class SearchResult(PlanOnStep):
 
     def bounded(self, bound_s: float) -> "SearchResult":
         """The result, certified by a lower bound on the computation and communication of all plans."""
-        cost_s = self.on_mesh.cost_s(self.chosen, self.plan.overlap)
-        gap = max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0
+        gap = max(0.0, 1.0 - bound_s / self.solved_s) if self.solved_s > 0 else 0.0
         return replace(self.with_plan(gap=gap), bound_s=bound_s)
 
     @property
@@ -278,11 +279,11 @@ def finished(
         estimates=estimate(costed, found.labels, found.device, found.hidden_s, found.host_bytes),
         outline=outlined(step.spelled_out or step),
         attention=form.attention,
-        overlap=found.device.overlaps,
+        overlap=found.device.overlap,
     )
     watch.lap("plan")
     plan = replace(plan, marks=marks_of(plan), search_s=watch.seconds)
-    return SearchResult(plan, step_problem, found.on_mesh, found.labels, short=form.short)
+    return SearchResult(plan, step_problem, found.on_mesh, found.labels, found.solved_s, short=form.short)
 
 
 def equivalence_keys(step: Step, options: Mapping[str, Any]) -> list[Any]:

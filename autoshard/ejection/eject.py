@@ -248,13 +248,14 @@ class Ejection:
         device = self.cluster.device
         if device.name == "CPU":
             return {}
-        for_cap = options_for_cap(self.plan.memory_bytes, self.program.resting_bytes, device.memory_bytes)
+        plan, resting_bytes = self.plan, self.program.resting_bytes
+        for_cap = options_for_cap(plan.memory_bytes, resting_bytes, device.memory_bytes, plan.overlap)
         return {**for_cap, **scheduler_options(device.name), **self._as_planned}
 
     @property
     def _as_planned(self) -> Mapping[str, str]:
         """The plan's options of the compiler."""
-        return attempts(overlap=self.plan.overlap)[0]
+        return attempts(self.plan.overlap)[0]
 
     def oracle(self, verify: str | None, compiler: Compiler, progress: Progress) -> Oracle | None:
         """The compiler, or None if it is not to be asked.
@@ -274,7 +275,8 @@ class Ejection:
         if verify != ALWAYS and not is_there():
             return None
         asked = compiler.with_options(self._as_planned)
-        return Oracle(self.cluster, self.plan.memory_bytes, dict(self.program.mesh.shape), asked, progress)
+        mesh, plan = dict(self.program.mesh.shape), self.plan
+        return Oracle(self.cluster, plan.memory_bytes, plan.overlap, mesh, asked, progress)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class Oracle:
     Attributes:
       cluster: the cluster.
       cap_bytes: the plan's cap.
+      overlap: the plan's share of the scheduler's budget.
       mesh: the size of each mesh axis by name.
       compiler: how to ask the compiler.
       progress: called with a line per stage.
@@ -76,13 +77,14 @@ class Oracle:
 
     cluster: Cluster
     cap_bytes: int
+    overlap: float
     mesh: Mapping[str, int]
     compiler: Compiler
     progress: Progress
 
     def stats(self, programs: Sequence[tuple[Any, Sequence[Any]]], resting_bytes: int) -> list[CompiledStats]:
         """The statistics of jitted functions over an abstract mesh, given with their arguments."""
-        memory_bytes = compiler.memory_for_cap(self.cap_bytes, resting_bytes)
+        memory_bytes = compiler.memory_for_cap(self.cap_bytes, resting_bytes, self.overlap)
         jobs = [Job(module_bytes(lower(*program)), self.cluster, memory_bytes) for program in programs]
         return [
             CompiledStats.of(one, self.mesh) for one in compile_all_apart(jobs, self.compiler, self.progress)

@@ -91,7 +91,8 @@ class CompilerVerifier:
                 return self._extrapolated(step, found, cut, watch)
             extent = cut
         program = jit.build(step, found.sharding, None)
-        stats = self.stats(step, program, found.plan.memory_bytes, watch, tell)
+        plan = found.plan
+        stats = self.stats(step, program, plan.memory_bytes, watch, tell, plan.overlap)
         return compared(found.plan, self._cluster, stats, watch.seconds, extent)
 
     def _extrapolated(
@@ -110,21 +111,30 @@ class CompilerVerifier:
             which = f"{i + 1} of {len(programs)} ({kept[i]} of {cut.num_blocks} blocks)"
             tell = telling(self.progress, which, watch)
             cap_bytes = found.plan.memory_bytes - arguments_bytes - omitted_bytes
-            stats.append(self.stats(short, program, cap_bytes, watch, tell))
+            stats.append(self.stats(short, program, cap_bytes, watch, tell, found.plan.overlap))
         whole, extent = extrapolated(cut, stats[0], stats[1:]), Extent(kept[0], cut.num_blocks)
         return compared(found.plan, self._cluster, whole, watch.seconds, extent)
 
     def stats(
-        self, step: Step, program: Program, cap_bytes: int, watch: Stopwatch, tell: Progress
+        self,
+        step: Step,
+        program: Program,
+        cap_bytes: int,
+        watch: Stopwatch,
+        tell: Progress,
+        overlap: float = 1.0,
     ) -> CompiledStats:
         """Lowers and compiles one program of a step for all devices, and reads its memory and traffic.
+
+        Args:
+          overlap: the plan's share of the scheduler's budget.
 
         Raises:
           CompilerError: it cannot be lowered without devices, or the compiler failed on it.
         """
         tell("lowering")
         module = module_bytes(lowered(step, program))
-        memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes)
+        memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes, overlap)
         watch.lap("lower")
         compiled = compile_apart(module, self._cluster, memory_bytes, self.compiler, tell)
         stats = CompiledStats.of(compiled, dict(program.mesh.shape))
@@ -135,7 +145,7 @@ class CompilerVerifier:
 def first_fitting[Made](
     compiled: Callable[[Mapping[str, str]], Made],
     proof_of: Callable[[Made], Verification],
-    overlap: bool,
+    overlap: float,
 ) -> Made:
     """A program compiled as planned; or with other options, if only these keep it to its cap. If none does, the program with
     the smallest peak: its overshoot is what a plan has to save.
@@ -143,10 +153,10 @@ def first_fitting[Made](
     Args:
       compiled: makes and compiles the program with the given options of the compiler.
       proof_of: the verification of a compiled program.
-      overlap: whether the plan's communication may run beside computation.
+      overlap: the plan's share of the scheduler's budget.
     """
     tried = list[Made]()
-    for options in attempts(overlap=overlap):
+    for options in attempts(overlap):
         tried.append(compiled(options))
         if proof_of(tried[-1]).fits:
             return tried[-1]

@@ -133,32 +133,40 @@ def _read(text: str, memory: Any) -> Compiled:
     )
 
 
-def options_for_cap(cap_bytes: int, resting_bytes: int, device_bytes: int) -> dict[str, str]:
+def options_for_cap(
+    cap_bytes: int, resting_bytes: int, device_bytes: int, overlap: float = 1.0
+) -> dict[str, str]:
     """The compiler's options that aim its scheduler at a cap, on a device with more memory; none if it has no more.
 
     Args:
       cap_bytes: the program's memory cap.
       resting_bytes: size of its arguments and outputs, aliased ones once.
       device_bytes: memory of the device.
+      overlap: the plan's share of the scheduler's budget.
 
     Example:
       >>> options_for_cap(8_000_000_000, 2_000_000_000, 80_000_000_000)
       {'xla_gpu_memory_limit_slop_factor': '8'}
     """
     room_bytes = MEMORY_SHARE * device_bytes - resting_bytes
-    percent = int(100 * budget_bytes(cap_bytes, resting_bytes) / room_bytes) if room_bytes > 0 else 100
+    percent = (
+        int(100 * budget_bytes(cap_bytes, resting_bytes, overlap) / room_bytes) if room_bytes > 0 else 100
+    )
     return {SLOP_FACTOR: str(max(percent, 1))} if percent < 100 * BUDGET_SHARE else {}
 
 
-def memory_for_cap(cap_bytes: int, resting_bytes: int) -> int:
+def memory_for_cap(cap_bytes: int, resting_bytes: int, overlap: float = 1.0) -> int:
     """The device memory that aims XLA's scheduler at a cap.
 
     Args:
       cap_bytes: the program's memory cap.
       resting_bytes: size of its arguments and outputs, aliased ones once.
+      overlap: the plan's share of the scheduler's budget.
 
     Example:
       >>> memory_for_cap(8_000_000_000, 2_000_000_000)
       9605263157
     """
-    return int((budget_bytes(cap_bytes, resting_bytes) / BUDGET_SHARE + resting_bytes) / MEMORY_SHARE)
+    return int(
+        (budget_bytes(cap_bytes, resting_bytes, overlap) / BUDGET_SHARE + resting_bytes) / MEMORY_SHARE
+    )

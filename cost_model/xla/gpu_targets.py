@@ -219,27 +219,28 @@ ATTEMPTS = (AS_PLANNED, UNHIDDEN, MappingProxyType[str, str]({}))
 """Options for compiling a plan's program, tried in turn until it fits its cap; the last ones allow XLA's recomputation."""
 
 
-def attempts(*, overlap: bool) -> tuple[Mapping[str, str], ...]:
+def attempts(overlap: float) -> tuple[Mapping[str, str], ...]:
     """The options to try for a plan, in order; the first ones are those of the plan.
 
     Args:
-      overlap: whether communication may run beside computation.
+      overlap: the plan's share of the scheduler's budget; without one, the scheduler is off.
     """
     return ATTEMPTS if overlap else ATTEMPTS[1:]
 
 
-def budget_bytes(cap_bytes: float, resting_bytes: float) -> float:
+def budget_bytes(cap_bytes: float, resting_bytes: float, overlap: float = 1.0) -> float:
     """The scheduler's budget for temporaries.
 
     Args:
       cap_bytes: the program's memory cap.
       resting_bytes: size of its arguments and outputs, aliased ones once; if these exceed the cap, the budget is 0.
+      overlap: the plan's share of the budget.
 
     Example:
-      >>> budget_bytes(8_000_000_000, 2_000_000_000)
-      5400000000.0
+      >>> [budget_bytes(8_000_000_000, 2_000_000_000, overlap) for overlap in (1.0, 0.5)]
+      [5400000000.0, 2700000000.0]
     """
-    return AIM_SHARE * max(0, cap_bytes - resting_bytes)
+    return overlap * AIM_SHARE * max(0, cap_bytes - resting_bytes)
 
 
 _EVERY_CHIP = MappingProxyType(

@@ -6,7 +6,8 @@ memory. Its budget is a goal that it overshoots: of 14 plans whose orders held m
 it, ten did as compiled, by 3 to 193%; the others held 3 to 6% less. So the scheduler's order has to fit too, besides
 the order of least memory, and the predicted peak is that of the scheduler's order. It has a margin for the differences
 between our outline and the compiler, as far as the cap leaves room for it. If only the order of least memory fits, the
-step may do without overlap (`Prediction.without_overlap`): the scheduler is off, and nothing is hidden.
+scheduler may get a share of its budget (`Prediction.overlap`), so that it hides less; without one it is off, and nothing
+is hidden.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,10 @@ from autoshard.search.problem.memory_rows import Peak
 MARGIN = 0.03
 """Share of the bytes that a step makes, as a margin for the differences between our outline and the compiler. Source:
 the spread of predicted against compiled peaks (`benchmarks.truth`)."""
+
+NUM_SHARES = 10
+"""A plan's share of the scheduler's budget is a multiple of one over this. Source: a choice of ours. Each bisection costs a
+simulation of the scheduler."""
 
 SMALL_PART = 2
 """If the order of least memory holds less than the cap divided by this, the scheduler's order is not computed. Source:
@@ -61,26 +66,37 @@ class Prediction:
     Attributes:
       lowered: its kernels.
       limit_bytes: the cap, from which the scheduler's budget follows.
-      is_rescheduled: whether the compiler's scheduler moves kernels for overlap.
+      is_rescheduled: whether the compiler has a scheduler that moves kernels for overlap.
       apart: its kernels before any were joined.
-      overlaps: whether collectives and copies run beside computation; if not, the compiler moves no kernels for overlap.
+      overlap: the plan's share of the scheduler's budget. Without one, the scheduler is off: collectives and copies run
+        one after another.
     """
 
     lowered: Lowered
     limit_bytes: float
     is_rescheduled: bool
     apart: Lowered
-    overlaps: bool = True
+    overlap: float = 1.0
 
-    @property
-    def without_overlap(self) -> "Prediction":
-        """The step if the compiler's scheduler moves no kernels: collectives and copies run one after another."""
-        return replace(self, is_rescheduled=False, overlaps=False)
+    def with_overlap(self, share: float) -> "Prediction":
+        """The step with another share of the scheduler's budget."""
+        return replace(self, overlap=share)
 
     @property
     def within_limit(self) -> "Prediction":
-        """The step as it keeps to the cap: without overlap if that is the only way."""
-        return self if self.needed_bytes <= self.limit_bytes else self.without_overlap
+        """The step with the largest share of the scheduler's budget that keeps to the cap, by bisection; with none if no
+        order keeps to it."""
+        if self.needed_bytes <= self.limit_bytes:
+            return self
+        found, fits, fails = self.with_overlap(0.0), 0, NUM_SHARES
+        while found.needed_bytes <= self.limit_bytes and fits + 1 < fails:
+            share = (fits + fails) // 2
+            latest = self.with_overlap(share / NUM_SHARES)
+            if latest.needed_bytes <= self.limit_bytes:
+                found, fits = latest, share
+            else:
+                fails = share
+        return found
 
     @cached_property
     def least(self) -> Peak:
@@ -138,17 +154,32 @@ class Prediction:
     def _is_fetching(self) -> bool:
         """Whether the compiler's scheduler moves transfers. The order of least memory has them where the step says; the
         scheduler starts a third one later, and the step may hold less."""
-        return self.is_rescheduled and self.transfer_s > 0
+        return self._is_rescheduled and self.transfer_s > 0
+
+    @property
+    def _is_rescheduled(self) -> bool:
+        return self.is_rescheduled and self.overlap > 0
 
     @cached_property
     def waited_s(self) -> float:
         """Seconds of the transfers that nothing hides."""
-        if not self.transfer_s or not self.overlaps:
+        if not self.transfer_s or not self.overlap:
             return self.transfer_s
+        return self._fastest_s(self._plain) - self._seconds_beside_transfers
+
+    @cached_property
+    def unhidden_s(self) -> float:
+        """Seconds of communication that the scheduler would hide if it had all of its budget."""
+        if self.overlap in (0.0, 1.0) or not self.is_rescheduled:
+            return 0.0
+        return max(0.0, self._seconds_beside_transfers - self.with_overlap(1.0)._seconds_beside_transfers)
+
+    @cached_property
+    def _seconds_beside_transfers(self) -> float:
+        """Seconds of the step if its transfers took no time."""
         free = KernelTime(0.0, 0.0)
         kernels = tuple(replace(k, time=free) if _is_transfer(k) else k for k in self._plain.kernels)
-        without = replace(self._plain, kernels=kernels)
-        return self._fastest_s(self._plain) - self._fastest_s(without)
+        return self._fastest_s(replace(self._plain, kernels=kernels))
 
     def _fastest_s(self, lowered: Lowered) -> float:
         orders = (program_order(self._plain), self._overlapped)
@@ -170,11 +201,11 @@ class Prediction:
     @cached_property
     def _overlapped(self) -> tuple[int, ...]:
         """The kernels in the compiler's order; in the order of least memory where it moves none."""
-        if not self.is_rescheduled:
+        if not self._is_rescheduled:
             return program_order(self._plain)
         piled_up = self._occupancy.piled_up(program_order(self._plain))
         resting_bytes = sum(buffer.num_bytes for buffer in piled_up.buffers if buffer.is_argument)
-        return latency_hiding(piled_up, budget_bytes(self.limit_bytes, resting_bytes))
+        return latency_hiding(piled_up, budget_bytes(self.limit_bytes, resting_bytes, self.overlap))
 
 
 def _is_transfer(kernel: Kernel) -> bool:

@@ -23,4 +23,5 @@ NOT_EMPTY = Bounds((("min_length", 1),))
 Count = Annotated[int, Bounds((("ge", 0),))]
 Size = Annotated[int, Bounds((("gt", 0),))]
 Number = Annotated[float, Bounds((("ge", 0), ("allow_inf_nan", False)))]
+Share = Annotated[float, Bounds((("ge", 0), ("le", 1)))]
 Mesh = Annotated[Mapping[str, Size], NOT_EMPTY]

@@ -82,7 +82,7 @@ def _whole(plan: PlanValues) -> Values:
         "schedule": plan.schedule,
         "workers": str(plan.workers) if plan.is_pipeline else "",
         "memory cap": format_bytes(plan.memory_bytes),
-        "overlap": "" if plan.overlap else "no",
+        "overlap": f"{plan.overlap:.0%}" if plan.overlap < 1 else "",
     }
     return {name: value for name, value in texts.items() if value}
 

@@ -57,7 +57,7 @@ def _all(plan: PlanValues) -> Iterator[tuple[str, str, str]]:
                 yield f"{table} {n}" if n else table, name, str(text)
     if plan.attention:
         yield "attention", "", plan.attention
-    if not plan.overlap:
+    if plan.overlap < 1:
         yield "overlap", "", str(plan.overlap)
     for name, text in plan.retention.items():
         yield "retention", name, text

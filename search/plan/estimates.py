@@ -36,7 +36,7 @@ def estimate(
     collectives = _collectives(costed, chosen)
     communication_s = sum((c.seconds for c in collectives), 0.0)
     transfer_s = device.transfer_s
-    hidden_s += costed.hidden_in_rings_s(chosen) if device.overlaps else 0.0
+    hidden_s += costed.hidden_in_rings_s(chosen) if device.overlap else 0.0
     hidden_s = min(max(hidden_s, 0.0), communication_s + transfer_s)
     return Estimates(
         step_s=compute_s + communication_s - hidden_s,

@@ -61,7 +61,7 @@ def headline(plan: PlanValues) -> str:
     pipeline, microbatches = _pipeline(plan), _microbatches(plan)
     sharing_of_all = [_sharing_of_stages(plan)]
     first = [*pipeline, *microbatches, *sharing_of_all] if pipeline else [*sharing_of_all, *microbatches]
-    overlap = ["no overlap"] * (not plan.overlap)
+    overlap = [f"overlap {plan.overlap:.0%}" if plan.overlap else "no overlap"] * (plan.overlap < 1)
     return ", ".join([*first, *_attention(plan), *_memory_savers(plan), *overlap])
 
 

@@ -91,8 +91,8 @@ class Plan(PlanValues):
       candidates: those that were tried, with their bounds and times, on which the gap rests; of one program.
       attention: `blockwise` if attention that the step spells out is computed in blocks, whose sequence may be split over a
         ring of devices; empty if it stays as it is.
-      overlap: whether communication runs beside computation, for which XLA's scheduler takes memory; always true of a
-        pipeline.
+      overlap: the share of its budget that XLA's scheduler may spend to run communication beside computation, which takes
+        memory; without one it runs nothing beside. Always 1 for a pipeline.
       marks: digests of the decisions that the estimates are for (`search.plan.edits`); empty if unknown.
       outline: the traced step's types and ops, to say how another step differs; None in a file without it.
       search_s: seconds of the search, in all and by part; not saved.
@@ -267,7 +267,7 @@ def _checked(plan: Plan, place: str) -> Plan:
     """A plan whose parts go together.
 
     Raises:
-      PlanError: its executor is unknown or is not for as many stages, a pipeline does without overlap, a pin is no text, or
+      PlanError: its executor is unknown or is not for as many stages, a pipeline has less overlap, a pin is no text, or
         a stage has no sharding.
     """
     if plan.executor not in EXECUTORS:
@@ -279,8 +279,8 @@ def _checked(plan: Plan, place: str) -> Plan:
             f"{place}: executor {plan.executor!r} is {EXECUTORS[plan.executor]}, and there are {len(plan.stages)} stages "
             f"under the schedule {plan.schedule!r}. Name a pipeline's executor and its schedule, or neither"
         )
-    if plan.is_pipeline and not plan.overlap:
-        raise PlanError(f"{place}: overlap is false, and a pipeline always overlaps. Delete the key")
+    if plan.is_pipeline and plan.overlap != 1:
+        raise PlanError(f"{place}: overlap is {plan.overlap:g}, and must be 1 for a pipeline. Delete the key")
     _check_pins(plan.options.get("pin", {}), place)
     for n, stage in enumerate(plan.stages):
         if stage.sharding >= len(plan.shardings):

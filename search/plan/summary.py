@@ -197,7 +197,7 @@ def stage_predictions(taken: StageEstimates) -> tuple[str, str, str, str]:
 def _origin(plan: PlanValues, cluster: AnyCluster) -> list[str]:
     """The traced step, the options, and the compiler's."""
     given = ", ".join(f"{key} {value}" for key, value in plan.options.items())
-    besides = attempts(overlap=plan.overlap)[0] if plan.executor == JIT else dict[str, str]()
+    besides = attempts(plan.overlap)[0] if plan.executor == JIT else dict[str, str]()
     flags = dict.fromkeys(_compiler_options(group, besides) for group in cluster.groups)
     rows = [("given", given), *(("compiler", one) for one in flags)]
     traced = ("traced", f"fingerprint {plan.fingerprint}, JAX {plan.jax}")

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Annotated, Any
 
 from autoshard.cost_model.errors import PlanError
-from autoshard.search.plan.bounds import NOT_EMPTY, Count, Mesh, Number, Size
+from autoshard.search.plan.bounds import NOT_EMPTY, Count, Mesh, Number, Share, Size
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.profile import Profile
 from autoshard.search.plan.work_shares import WorkShares
@@ -235,7 +235,7 @@ class PlanValues:
     gap: Number | None = None
     candidates: tuple[Candidate, ...] = ()
     attention: str = ""
-    overlap: bool = True
+    overlap: Share = 1.0
     marks: str = ""
     outline: Outline | None = None
     search_s: Mapping[str, float] = field(default_factory=dict[str, float])

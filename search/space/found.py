@@ -48,10 +48,15 @@ class Found:
         return self.on_mesh.larger_peak(self.labels, self.device)
 
     @cached_property
+    def solved_s(self) -> float:
+        """Seconds of computation and visible communication, and of all copies to and from the host. The solver's bounds
+        are bounds on these."""
+        return self.on_mesh.cost_s(self.labels, self.device)
+
+    @property
     def cost_s(self) -> float:
-        """Seconds of computation and visible communication, which the solver minimises, and of waiting for copies to
-        and from the host."""
-        return self.on_mesh.cost_s(self.labels, self.device.overlaps) - self._hidden_copies_s
+        """Seconds of computation and visible communication, and of waiting for copies to and from the host."""
+        return self.solved_s - self._hidden_copies_s
 
     @cached_property
     def communication_s(self) -> float:
@@ -61,8 +66,10 @@ class Found:
     @property
     def hidden_s(self) -> float:
         """Seconds of communication and copies that computation hides."""
-        hidden_s = self.on_mesh.hiding.hidden_once_s(self.labels) if self.device.overlaps else 0.0
-        return hidden_s + self._hidden_copies_s
+        hidden_s = self._hidden_copies_s
+        if self.device.overlap:
+            hidden_s += self.on_mesh.hiding.hidden_once_s(self.labels) - self.device.unhidden_s
+        return hidden_s
 
     @property
     def _hidden_copies_s(self) -> float:

@@ -97,8 +97,8 @@ def _smallest_step(trials: Trials, first: Baseline, misfits: Sequence[Misfit]) -
 
 
 def _fitting(trials: Trials, peaks: Mapping[StepProblem, infeasible.Smallest]) -> Found | None:
-    """The plan of the smallest peak that keeps to the cap, None if there is none. Plans that keep to it with overlap come
-    first."""
+    """The plan of the smallest peak that keeps to the cap, None if there is none. Plans that keep to it with more
+    overlap come first."""
     cap_bytes, nearest = trials.options.memory_bytes, trials.nearest
     kept = [
         Found(one, smallest.on_mesh, smallest.labels, cap_bytes)
@@ -107,7 +107,7 @@ def _fitting(trials: Trials, peaks: Mapping[StepProblem, infeasible.Smallest]) -
     ]
     kept += [nearest] if nearest and nearest.peak.num_bytes <= cap_bytes else []
     fitting = [replace(one, asked=one.device.within_limit) for one in kept]
-    return min(fitting, key=lambda one: (not one.device.overlaps, one.peak.num_bytes), default=None)
+    return min(fitting, key=lambda one: (-one.device.overlap, one.peak.num_bytes), default=None)
 
 
 def _forbidden_s(trials: Trials, search: Callable[[Trials], Found | None]) -> float | None:

@@ -366,7 +366,7 @@ class Trials:
         try:
             solution, device = on_mesh.fitting(kept, limit_bytes, time_limit_s, cutoff_s, known=known)
             self.takes(Found(step_problem, on_mesh, solution.labels, limit_bytes, device))
-            bound_s, is_memory_bound = solution.bound_s, bool(solution.stats.num_rows) or not device.overlaps
+            bound_s, is_memory_bound = solution.bound_s, bool(solution.stats.num_rows) or device.overlap < 1
         except NoFitError as e:
             bound_s, is_memory_bound = e.bound_s, e.num_rows != 0
             if isinstance(e, TooLargeError):

@@ -112,7 +112,7 @@ def test_a_plan_found_before_is_compiled_likewise(roomy, peaks, besides):
 def test_the_program_of_a_plan_without_overlap_turns_the_scheduler_off(roomy, besides):
     found, _ = searched(int(1.05 * max(roomy)))
     besides.clear()
-    without = found.with_plan(overlap=False)
+    without = found.with_plan(overlap=0.0)
     for one in (found, without):
         programs.built(one, parse_cluster("8xH100-80GB"), jax.devices())
     assert besides == [AS_PLANNED, UNHIDDEN]
@@ -147,6 +147,8 @@ def test_the_scheduler_is_told_of_the_cap():
     (factor,) = compiler.options_for_cap(cap_bytes, resting_bytes, device_bytes).values()
     room_bytes = (0.8 * device_bytes - resting_bytes) * int(factor) / 100
     assert room_bytes == pytest.approx(0.9 * (cap_bytes - resting_bytes), rel=0.02)
+    (half,) = compiler.options_for_cap(cap_bytes, resting_bytes, device_bytes, overlap=0.5).values()
+    assert int(half) == int(factor) // 2
 
 
 def test_a_cap_that_is_the_devices_own_changes_nothing():

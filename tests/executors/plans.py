@@ -124,6 +124,7 @@ def _on(
 
 def _result(step_problem: StepProblem, on_mesh: MeshProblem, chosen: Sequence[int]) -> SearchResult:
     """Strategies as the search would have handed them out."""
+    device = on_mesh.predicted(chosen, PLENTY_BYTES)
     plan = Plan(
         step=step_problem.step.name,
         fingerprint=fingerprint(step_problem.traced_program.program.step),
@@ -135,9 +136,9 @@ def _result(step_problem: StepProblem, on_mesh: MeshProblem, chosen: Sequence[in
         microbatches=1,
         retention={},
         shardings=(on_mesh.codec.decisions(chosen).sharding,),
-        estimates=estimate(on_mesh.memory.costed, chosen, on_mesh.predicted(chosen, PLENTY_BYTES)),
+        estimates=estimate(on_mesh.memory.costed, chosen, device),
     )
-    return SearchResult(plan, step_problem, on_mesh, tuple(chosen))
+    return SearchResult(plan, step_problem, on_mesh, tuple(chosen), on_mesh.cost_s(chosen, device))
 
 
 def cluster(mesh: tuple[int, ...]) -> Cluster:

@@ -121,7 +121,9 @@ def holding(peak):
         waited_s=0.0,
         apart=NO_KERNELS,
         course=lambda: ((), {}),
-        overlaps=True,
+        overlap=1.0,
+        unhidden_s=0.0,
+        with_overlap=lambda share: found,
     )
     found.within_limit = found
     return found

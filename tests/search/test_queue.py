@@ -410,8 +410,8 @@ def test_a_plans_step_on_a_finer_mesh_opens_that_mesh_in_its_first_turn_alone(mo
 
 def test_a_plans_seconds_are_computed_once():
     """Each candidate is compared with the best plan."""
-    asked = list[bool]()
-    on_mesh = SimpleNamespace(cost_s=lambda labels, overlap: asked.append(overlap) or 2.0)
-    found = Found(Prepared(), on_mesh, (), GIB, SimpleNamespace(overlaps=False))
+    asked, device = list[object](), SimpleNamespace(overlap=0.5)
+    on_mesh = SimpleNamespace(cost_s=lambda labels, device: asked.append(device) or 2.0)
+    found = Found(Prepared(), on_mesh, (), GIB, device)
     assert found.cost_s == found.cost_s == 2.0
-    assert asked == [False]
+    assert asked == [device]

@@ -41,7 +41,13 @@ class StandIn(CompilerVerifier):
         """There is no compiler to look for."""
 
     def stats(
-        self, step: Step, program: Program, cap_bytes: int, watch: Stopwatch, tell: Progress
+        self,
+        step: Step,
+        program: Program,
+        cap_bytes: int,
+        watch: Stopwatch,
+        tell: Progress,
+        overlap: float = 1.0,
     ) -> CompiledStats:
         tell("compiling")
         self.caps.append(cap_bytes)

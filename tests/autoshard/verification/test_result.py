@@ -167,7 +167,7 @@ def test_of_programs_the_first_that_fits_is_kept_or_else_the_smallest(
         asked.append(options)
         return verdict(plan, peak_bytes=peaks_gib[len(asked) - 1] * GIB)
 
-    kept = judge.first_fitting(compiled, lambda proof: proof, overlap=True)
+    kept = judge.first_fitting(compiled, lambda proof: proof, overlap=1.0)
     assert (kept.compiled.peak_bytes, asked) == (kept_gib * GIB, [*ATTEMPTS[:num_compiled]])
 
 
@@ -178,5 +178,5 @@ def test_a_plan_without_overlap_is_compiled_without_it_at_once(plan):
         asked.append(options)
         return verdict(plan, peak_bytes=1)
 
-    judge.first_fitting(compiled, lambda proof: proof, overlap=False)
+    judge.first_fitting(compiled, lambda proof: proof, overlap=0.0)
     assert asked == [UNHIDDEN]

@@ -70,3 +70,11 @@ def test_a_description_that_is_none():
 
 def test_arguments_that_exceed_the_cap_leave_nothing_for_temporaries():
     assert compiler.memory_for_cap(10, 800) == 1000
+
+
+def test_half_of_the_overlap_leaves_half_of_the_budget():
+    """XLA plans with 0.95 of what 0.8 of the device leaves beside arguments and results."""
+    whole, half = (
+        0.95 * (0.8 * compiler.memory_for_cap(10**9, 10**8, share) - 10**8) for share in (1.0, 0.5)
+    )
+    assert half == pytest.approx(whole / 2)

@@ -123,12 +123,12 @@ def test_an_order_that_overshoots_the_schedulers_budget_has_to_fit(limit_bytes, 
     assert found.peak.num_bytes == pytest.approx(min(7 * (1 + MARGIN), max(limit_bytes, needed_bytes)))
 
 
-@pytest.mark.parametrize(("limit_bytes", "overlaps"), [(4.0, False), (6.0, False), (8.0, True)])
-def test_a_step_keeps_to_its_cap_without_overlap_if_that_is_the_only_way(limit_bytes, overlaps):
+@pytest.mark.parametrize(("limit_bytes", "overlap"), [(4.0, 0.0), (6.0, 0.0), (8.0, 1.0)])
+def test_a_step_keeps_to_its_cap_without_overlap_if_that_is_the_only_way(limit_bytes, overlap):
     found = Prediction(OVERSHOT, limit_bytes, True, OVERSHOT).within_limit
-    assert found.overlaps == overlaps
+    assert found.overlap == overlap
     assert (found.needed_bytes <= limit_bytes) == (limit_bytes > 4 * (1 + MARGIN))
-    if not overlaps:
+    if not overlap:
         assert found.peak == found.least
         assert found.order == program_order(in_least_order(OVERSHOT))
 
@@ -137,7 +137,7 @@ def test_a_step_keeps_to_its_cap_without_overlap_if_that_is_the_only_way(limit_b
 def test_without_overlap_all_copies_to_and_from_the_host_are_waited_for(lowered):
     found = Prediction(lowered, inf, True, lowered)
     assert found.waited_s <= found.transfer_s * (1 + 1e-9)
-    assert found.without_overlap.waited_s == found.transfer_s
+    assert found.with_overlap(0.0).waited_s == found.transfer_s
 
 
 def with_margin(lowered, order) -> float:

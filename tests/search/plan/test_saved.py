@@ -87,7 +87,7 @@ PLANS = {
 
 OTHERS = {
     "attention": "blockwise",
-    "overlap": False,
+    "overlap": 0.5,
     "step": "another_step",
     "fingerprint": "fedcba9876543210",
     "jax": "0.11",
@@ -168,6 +168,6 @@ def test_the_order_of_decisions_in_a_file_does_not_count(plan):
 
 @pytest.mark.parametrize("executor", ["mpmd", "spmd"])
 def test_a_pipeline_without_overlap_is_refused(executor):
-    data = replace(PLANS[executor], overlap=False).to_json()
-    with pytest.raises(PlanError, match="overlap is false, and a pipeline always overlaps"):
+    data = replace(PLANS[executor], overlap=0.0).to_json()
+    with pytest.raises(PlanError, match="overlap is 0, and must be 1 for a pipeline"):
         Plan.from_json(data)
