@@ -346,6 +346,7 @@ class MeshProblem:
         return predicted.with_overlap(overlap)
 
     def _within_limit(self, predicted: Prediction) -> Prediction:
+        """A device's step with as much overlap as keeps to its cap. To find a share takes as long as to predict the step."""
         found = predicted.within_limit
         if 0 < found.overlap < 1:
             self.clock.spend(KERNEL_S * len(predicted.lowered.kernels))

@@ -66,7 +66,7 @@ class Prediction:
     Attributes:
       lowered: its kernels.
       limit_bytes: the cap, from which the scheduler's budget follows.
-      is_rescheduled: whether the compiler has a scheduler that moves kernels for overlap.
+      has_scheduler: whether the compiler has a scheduler that moves kernels for overlap.
       apart: its kernels before any were joined.
       overlap: the plan's share of the scheduler's budget. Without one, the scheduler is off: collectives and copies run
         one after another.
@@ -74,7 +74,7 @@ class Prediction:
 
     lowered: Lowered
     limit_bytes: float
-    is_rescheduled: bool
+    has_scheduler: bool
     apart: Lowered
     overlap: float = 1.0
 
@@ -158,7 +158,7 @@ class Prediction:
 
     @property
     def _is_rescheduled(self) -> bool:
-        return self.is_rescheduled and self.overlap > 0
+        return self.has_scheduler and self.overlap > 0
 
     @cached_property
     def waited_s(self) -> float:
@@ -170,7 +170,7 @@ class Prediction:
     @cached_property
     def unhidden_s(self) -> float:
         """Seconds of communication that the scheduler would hide if it had all of its budget."""
-        if self.overlap in (0.0, 1.0) or not self.is_rescheduled:
+        if self.overlap in (0.0, 1.0) or not self.has_scheduler:
             return 0.0
         return max(0.0, self._seconds_beside_transfers - self.with_overlap(1.0)._seconds_beside_transfers)
 
@@ -247,7 +247,7 @@ def predict(
     device = mesh.cluster.device
     apart = lower(costed, live_ranges, chosen, is_one_program)
     lowered = combined(merged(apart), mesh)
-    is_rescheduled = device.platform == "cuda"
-    if is_rescheduled and not is_hopper_or_later(device.name):
+    has_scheduler = device.platform == "cuda"
+    if has_scheduler and not is_hopper_or_later(device.name):
         lowered = sized(lowered)
-    return Prediction(lowered, limit_bytes, is_rescheduled, apart)
+    return Prediction(lowered, limit_bytes, has_scheduler, apart)

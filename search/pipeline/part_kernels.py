@@ -52,10 +52,10 @@ class PartKernels[Part]:
         own = {k: runs[k][part] for k in range(len(runs)) if part in runs[k]}
         if not own:
             return 0.0
-        is_rescheduled = self.device.is_rescheduled
-        cut = _AlonePart(lowered, own, self._loop, self._stacks, is_rescheduled, self.is_program)
+        has_scheduler = self.device.has_scheduler
+        cut = _AlonePart(lowered, own, self._loop, self._stacks, has_scheduler, self.is_program)
         alone = with_copies(cut.alone, cut.handed) if self.is_program else cut.alone
-        peak = Prediction(alone, limit_bytes, is_rescheduled, alone).peak
+        peak = Prediction(alone, limit_bytes, has_scheduler, alone).peak
         return peak.num_bytes + cut.early_bytes
 
     def kernels(self, part: Part) -> "Iterator[tuple[Kernel, float]]":
@@ -202,7 +202,7 @@ class _AlonePart:
         own: Mapping[int, Runs],
         around: Loops,
         stacks: frozenset[int],
-        is_rescheduled: bool,
+        has_scheduler: bool,
         is_program: bool,
     ) -> None:
         kernels = lowered.kernels
@@ -221,7 +221,7 @@ class _AlonePart:
         self.added = {
             k for k in stacks & own.keys() if own[k].is_within and handed_on.isdisjoint(kernels[k].makes)
         }
-        self.early = {k for k in self.added if is_rescheduled and own[k].rounds == 1 and not own[k].is_opened}
+        self.early = {k for k in self.added if has_scheduler and own[k].rounds == 1 and not own[k].is_opened}
         self.early_bytes = sum(map(self._layer_bytes, self.early))
         talking = {kernels[k].loops for k in own if kernels[k].collective is not None}
         self.late = {k for k in self.early if kernels[k].loops not in talking}

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.gpu_targets import budget_bytes
@@ -133,6 +134,15 @@ def test_a_step_keeps_to_its_cap_without_overlap_if_that_is_the_only_way(limit_b
         assert found.order == program_order(in_least_order(OVERSHOT))
 
 
+@given(programs(), st.floats(1.0, 40.0))
+def test_a_step_overlaps_as_far_as_the_cap_has_room_for_it(lowered, limit_bytes):
+    whole = Prediction(lowered, limit_bytes, True, lowered)
+    found = whole.within_limit
+    assert (found.needed_bytes <= limit_bytes) == (whole.least.num_bytes <= limit_bytes)
+    assert (found.overlap == 1) == (whole.needed_bytes <= limit_bytes)
+    assert found.unhidden_s >= 0 == whole.unhidden_s
+
+
 @given(programs())
 def test_without_overlap_all_copies_to_and_from_the_host_are_waited_for(lowered):
     found = Prediction(lowered, inf, True, lowered)
@@ -147,14 +157,14 @@ def with_margin(lowered, order) -> float:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "is_rescheduled", "seen"),
+    ("gpu", "has_scheduler", "seen"),
     [
         ("8xH100-80GB", True, lambda lowered: lowered),
         ("8xA100-80GB", True, sized),
         ("8xCPU", False, lambda lowered: lowered),
     ],
 )
-def test_a_step_is_lowered_and_joined_and_on_gpus_rescheduled(gpu, is_rescheduled, seen):
+def test_a_step_is_lowered_and_joined_and_on_gpus_rescheduled(gpu, has_scheduler, seen):
     def step(weights, x):
         return [w - jnp.sum(x, 0) for w in weights]
 
@@ -166,4 +176,4 @@ def test_a_step_is_lowered_and_joined_and_on_gpus_rescheduled(gpu, is_reschedule
     apart = lower(on_mesh.memory.costed, on_mesh.live_ranges, chosen)
     want = seen(combined(merged(apart), on_mesh.memory.costed.resharder.mesh))
     assert (found.lowered.kernels, found.lowered.buffers) == (want.kernels, want.buffers)
-    assert (found.limit_bytes, found.is_rescheduled) == (12345, is_rescheduled)
+    assert (found.limit_bytes, found.has_scheduler) == (12345, has_scheduler)
