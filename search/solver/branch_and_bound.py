@@ -11,11 +11,11 @@ A bound and an incumbent approach each other in four stages, and most problems e
      moves (`search.solver.local_search`) from their best assignment and from the assignments that rules propose.
      `_unpriced`: more sweeps alternate with contractions of the problem (`search.solver.contraction`), until its cheapest
      assignment is known. Moves of nearly all nodes at once (`search.solver.neighbourhoods`) find it on the way. This stage
-     uses no rows, so a second search on the problem starts from its results and from the assignments met before.
+     uses no rows, so a second search on the problem starts from its results and from the assignments met before. If the
+     cheapest assignment overflows, it is repaired: it saves the missing bytes where they cost the least time.
   2. `_price`: memory rows become prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
-     pricing's assignment is offered as the incumbent. The 1st, 2nd, 4th, 8th, ... are improved by both kinds of moves and
-     repaired if they overflow: they save the missing bytes where these cost the least time. A repair takes as long as
-     several pricings, and finds better assignments near good prices. `_finish` contracts the problem at the final prices.
+     pricing's assignment is repaired if it overflows, and offered as the incumbent; some are improved by both kinds of
+     moves first. `_finish` contracts the problem at the final prices.
   3. `_fit`, if no assignment fits yet: the smallest peak (`search.solver.min_peak`) fits, or proves that no assignment
      does. If prices rise out of all proportion, this check runs during stage 2.
   4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is priced like the
@@ -244,8 +244,8 @@ class Search:
         return self.opening.settled(self.relative_gap, self.known_s)
 
     def _unpriced(self, whole: Relaxation) -> None:
-        """Contracts the problem without prices, unless an earlier search has found its minimum within the gap. The rows
-        that the minimum overflows are the first to have prices."""
+        """Contracts the problem without prices, unless an earlier search has found its minimum within the gap. In that case
+        the starting assignments are tried only if repairing the minimum leaves the problem open."""
         if (settled := self._settled) is not None:
             self._offer(settled)
             whole.close(self.opening.bound_s)
@@ -254,8 +254,11 @@ class Search:
             self._contract(whole, self.opening.contraction(self._wanted_s(whole)))
         cheapest = settled or self.opening.cheapest
         if cheapest is not None and whole.trws.keeps(cheapest) and not self.planes.fits(cheapest):
-            self._cut(cheapest)
+            self._repair(whole, cheapest)
         self._drop(whole)
+        if settled is not None and self._is_open(whole):
+            self._start()
+            self._drop(whole)
 
     def _finish(self, part: Relaxation) -> None:
         """Contracts a part at its present prices and labels."""
@@ -319,21 +322,15 @@ class Search:
         stalled, is_doubtful = 0, False
         while stalled < MAX_STALLED_PRICINGS and self.num_pricings < MAX_PRICINGS and self._is_open(whole):
             before_s = whole.best_bound_s
-            self._use(whole, self._reprice(whole))
+            labels = self._reprice(whole)
+            is_worth_it = _is_due(self.num_pricings) and self._is_open(whole)
+            self._repair(whole, self._reoptimised(whole, labels) if is_worth_it else labels)
             self._drop(whole)
             self._raise_bound(whole.best_bound_s)
             stalled = 0 if self._is_higher(whole.best_bound_s, before_s) else stalled + 1
             if not is_doubtful and self.cost_s == np.inf and whole.best_bound_s > FAR * self.opening.least_s:
                 is_doubtful = True
                 self._fit(whole, DOUBT_SHARE)
-
-    def _use(self, whole: Relaxation, labels: Labels) -> None:
-        """Offers a pricing's assignment; after ever more pricings, the improved and repaired one too."""
-        self._offer(labels)
-        if self.num_pricings == 1:
-            self._repair(whole, labels)
-        elif _is_due(self.num_pricings) and self._is_open(whole):
-            self._repair(whole, self._reoptimised(whole, labels))
 
     def _fit(self, whole: Relaxation, share: float = 1.0) -> None:
         """If no assignment fits yet: the smallest peak fits, or proves that no assignment does; in a share of the time
