@@ -57,7 +57,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
                 f"the decisions of {place} do not fit its cap of {format_bytes(plan.memory_bytes)} a device. "
                 "Undo the last edit, or raise memory_bytes"
             ) from e
-    device = device.with_overlap(plan.overlap)
+    device = device.with_overlap(min(plan.overlap, device.overlap))
     watch.lap("solve")
     forced = Found(step_problem, on_mesh, labels, plan.memory_bytes, device)
     form, forced_options = Form(step, short), Options(plan.memory_bytes)

@@ -146,7 +146,7 @@ class MeshProblem:
         """
         cost_s, costed = self.problem.cost_s(chosen), self.memory.costed
         if device.overlap:
-            return cost_s + device.unhidden_s
+            return cost_s + device.lost_overlap_s
         return cost_s + self.hiding.hidden_once_s(chosen) + costed.hidden_in_rings_s(chosen)
 
     @property

@@ -93,7 +93,7 @@ class CompilerVerifier:
         program = jit.build(step, found.sharding, None)
         plan = found.plan
         stats = self.stats(step, program, plan.memory_bytes, watch, tell, plan.overlap)
-        return compared(found.plan, self._cluster, stats, watch.seconds, extent)
+        return compared(plan, self._cluster, stats, watch.seconds, extent)
 
     def _extrapolated(
         self, step: Step, found: SearchResult, cut: ShortPrograms, watch: Stopwatch

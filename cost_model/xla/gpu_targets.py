@@ -223,7 +223,7 @@ def attempts(overlap: float) -> tuple[Mapping[str, str], ...]:
     """The options to try for a plan, in order; the first ones are those of the plan.
 
     Args:
-      overlap: the plan's share of the scheduler's budget; without one, the scheduler is off.
+      overlap: the plan's share of the scheduler's budget; at 0, the scheduler is off.
     """
     return ATTEMPTS if overlap else ATTEMPTS[1:]
 

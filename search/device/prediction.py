@@ -6,8 +6,8 @@ memory. Its budget is a goal that it overshoots: of 14 plans whose orders held m
 it, ten did as compiled, by 3 to 193%; the others held 3 to 6% less. So the scheduler's order has to fit too, besides
 the order of least memory, and the predicted peak is that of the scheduler's order. It has a margin for the differences
 between our outline and the compiler, as far as the cap leaves room for it. If only the order of least memory fits, the
-scheduler may get a share of its budget (`Prediction.overlap`), so that it hides less; without one it is off, and nothing
-is hidden.
+scheduler may get a share of its budget (`Prediction.overlap`), so that it hides less; at 0 it is off, and nothing is
+hidden.
 """
 
 from collections.abc import Sequence
@@ -68,8 +68,8 @@ class Prediction:
       limit_bytes: the cap, from which the scheduler's budget follows.
       has_scheduler: whether the compiler has a scheduler that moves kernels for overlap.
       apart: its kernels before any were joined.
-      overlap: the plan's share of the scheduler's budget. Without one, the scheduler is off: collectives and copies run
-        one after another.
+      overlap: the plan's share of the scheduler's budget. At 0, the scheduler is off: collectives and copies run one after
+        another.
     """
 
     lowered: Lowered
@@ -84,8 +84,8 @@ class Prediction:
 
     @property
     def within_limit(self) -> "Prediction":
-        """The step with the largest share of the scheduler's budget that keeps to the cap, by bisection; with none if no
-        order keeps to it."""
+        """The step with the largest share of the scheduler's budget that keeps to the cap, found by bisection; without
+        overlap if none does."""
         if self.needed_bytes <= self.limit_bytes:
             return self
         found, fits, fails = self.with_overlap(0.0), 0, NUM_SHARES
@@ -168,7 +168,7 @@ class Prediction:
         return self._fastest_s(self._plain) - self._seconds_beside_transfers
 
     @cached_property
-    def unhidden_s(self) -> float:
+    def lost_overlap_s(self) -> float:
         """Seconds of communication that the scheduler would hide if it had all of its budget."""
         if self.overlap in (0.0, 1.0) or not self.has_scheduler:
             return 0.0

@@ -92,7 +92,7 @@ class Plan(PlanValues):
       attention: `blockwise` if attention that the step spells out is computed in blocks, whose sequence may be split over a
         ring of devices; empty if it stays as it is.
       overlap: the share of its budget that XLA's scheduler may spend to run communication beside computation, which takes
-        memory; without one it runs nothing beside. Always 1 for a pipeline.
+        memory. At 0 nothing runs beside computation. Always 1 for a pipeline.
       marks: digests of the decisions that the estimates are for (`search.plan.edits`); empty if unknown.
       outline: the traced step's types and ops, to say how another step differs; None in a file without it.
       search_s: seconds of the search, in all and by part; not saved.

@@ -68,7 +68,7 @@ class Found:
         """Seconds of communication and copies that computation hides."""
         hidden_s = self._hidden_copies_s
         if self.device.overlap:
-            hidden_s += self.on_mesh.hiding.hidden_once_s(self.labels) - self.device.unhidden_s
+            hidden_s += self.on_mesh.hiding.hidden_once_s(self.labels) - self.device.lost_overlap_s
         return hidden_s
 
     @property

@@ -122,7 +122,7 @@ def holding(peak):
         apart=NO_KERNELS,
         course=lambda: ((), {}),
         overlap=1.0,
-        unhidden_s=0.0,
+        lost_overlap_s=0.0,
         with_overlap=lambda share: found,
     )
     found.within_limit = found

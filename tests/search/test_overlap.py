@@ -46,6 +46,13 @@ def test_a_plan_overlaps_as_far_as_the_cap_has_room_for_it():
     assert roomy.estimates.step_s < tight.estimates.step_s
 
 
+def test_an_edited_plan_overlaps_no_more_than_its_cap_has_room_for():
+    tight = found(TIGHT_BYTES)
+    again = applying.apply(STEP, replace(tight, overlap=1.0, is_sealed=False), CLUSTER).plan
+    assert again.overlap == tight.overlap
+    assert again.estimates == tight.estimates
+
+
 def test_with_less_overlap_a_step_takes_longer():
     taken_s = [edited(overlap).estimates.step_s for overlap in (1.0, 0.25, 0.125, 0.0)]
     assert taken_s == sorted(taken_s)

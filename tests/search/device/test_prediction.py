@@ -140,7 +140,7 @@ def test_a_step_overlaps_as_far_as_the_cap_has_room_for_it(lowered, limit_bytes)
     found = whole.within_limit
     assert (found.needed_bytes <= limit_bytes) == (whole.least.num_bytes <= limit_bytes)
     assert (found.overlap == 1) == (whole.needed_bytes <= limit_bytes)
-    assert found.unhidden_s >= 0 == whole.unhidden_s
+    assert found.lost_overlap_s >= 0 == whole.lost_overlap_s
 
 
 @given(programs())
