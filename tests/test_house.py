@@ -229,7 +229,7 @@ print(*{name.partition(".")[0] for name in sys.modules} - before - sys.stdlib_mo
 
 @pytest.mark.devices
 def test_importing_autoshard_loads_nothing_heavy_beside_jax():
-    """JAX is imported with the first name, OR-Tools where a program is solved, rich where there is a terminal."""
+    """JAX is imported with the first name, OR-Tools and Numba where a program is solved, rich where there is a terminal."""
     done = subprocess.run(
         [sys.executable, "-c", WHAT_COMES_WITH_IT], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -37,6 +37,7 @@ import numpy as np
 
 from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock
 from autoshard.search.solver.contraction import Contraction
+from autoshard.search.solver.flat import flat
 from autoshard.search.solver.lagrangian import CuttingPlanes, Relaxation
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.milp import solve_milp
@@ -189,7 +190,7 @@ class Search:
         self.start_s = self.time_limit_s = 0.0
         self.relative_gap = max(relative_gap, ROUNDING)
         self.num_runs = num_runs
-        self.planes = CuttingPlanes(self.problem, limit_bytes, self.clock)
+        self.planes = CuttingPlanes(opening.flat, limit_bytes, self.clock)
         self.labels: Labels | None = None
         self.cost_s, self.bound_s, self.known_s, self.floor_s = np.inf, -np.inf, -np.inf, np.inf
         self.num_pricings = self.num_branches = self.num_programs = 0
@@ -305,14 +306,14 @@ class Search:
         """Descends from an assignment that fits and offers the local optimum; repeats while that overflows new rows."""
         for _ in range(MAX_REPAIRS):
             rows = near(self.planes.rows, labels)
-            better = descend(self.problem, rows, self.limit_bytes, PROHIBITIVE_S, labels, self.clock)
+            better = descend(self.opening.flat, rows, self.limit_bytes, PROHIBITIVE_S, labels, self.clock)
             if not self._offer(better):
                 return
 
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:
         """The best priced assignment found around another; if it is the minimum of the part, its cost is a bound."""
         problem, trws = part.priced(), part.trws
-        start = descend(problem, (), np.inf, 0.0, trws.renumbered(labels), self.clock)
+        start = descend(flat(problem), (), np.inf, 0.0, trws.renumbered(labels), self.clock)
         found, is_best = reoptimised(problem, start, self._deadline())
         if is_best:
             part.close(problem.cost_s(found))
@@ -447,7 +448,7 @@ class Search:
         trws = part.trws
         rows = [restricted_row(row, trws.kept) for row in rows]
         start = trws.renumbered(labels)
-        return trws.original(descend(trws.rest(), rows, self.limit_bytes, price_s, start, self.clock))
+        return trws.original(descend(trws.flat, rows, self.limit_bytes, price_s, start, self.clock))
 
     def _offer(self, labels: Labels) -> bool:
         """Makes an assignment the incumbent if it is better and fits; returns True if it overflowed new rows."""

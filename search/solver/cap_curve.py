@@ -81,7 +81,7 @@ class CapCurve:
     @cached_property
     def _last(self) -> tuple[Relaxation, Labels]:
         """The problem under the last limit, and the last assignment met; without prices in the beginning."""
-        planes = CuttingPlanes(self.opening.problem, np.inf, self.opening.clock)
+        planes = CuttingPlanes(self.opening.flat, np.inf, self.opening.clock)
         for labels, cost_s in self.opening.met_s.items():
             planes.of(labels, cost_s)
         part = Relaxation(planes, self.opening.swept[0].copy())
@@ -91,7 +91,9 @@ class CapCurve:
     def _under(self, limit_bytes: float) -> Relaxation:
         """The problem under a limit, with the rows, assignments and prices of the last one."""
         before, labels = self._last
-        planes = CuttingPlanes(self.opening.problem, limit_bytes, self.opening.clock, [*before.planes.rows])
+        planes = CuttingPlanes(self.opening.flat, limit_bytes, self.opening.clock)
+        for row in before.planes.rows:
+            planes.add_row(row)
         for met, (cost_s, _) in before.planes.seen.items():
             planes.of(met, cost_s)
         planes.of(labels)

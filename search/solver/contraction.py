@@ -23,6 +23,7 @@ from operator import itemgetter
 import numpy as np
 
 from autoshard.search.solver.clock import NEVER, PROCESSOR, Deadline, SearchClock
+from autoshard.search.solver.flat import flat
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.neighbourhoods import reoptimised
 from autoshard.search.solver.pbqp import Edge, Labels, Problem
@@ -135,7 +136,7 @@ class Contraction:
         best, best_s = None, np.inf
         if labels is not None:
             problem = self.problem
-            labels = descend(problem, (), np.inf, 0.0, labels, self._clock)
+            labels = descend(flat(problem), (), np.inf, 0.0, labels, self._clock)
             labels, is_least = reoptimised(problem, labels, deadline)
             best, best_s = self._original(labels), self.fixed_s + problem.cost_s(labels)
             if is_least:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.search.solver.clock import NEVER, Deadline
+from autoshard.search.solver.flat import flat
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.milp import MilpResult, free_of_cost, solve_peak
 from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, near, restricted_row
@@ -60,7 +61,7 @@ def minimise_peak(
     """
     overflowed = separation_oracle(rows, violated, limit_bytes)
     free = free_of_cost(merged(problem))
-    trws = Trws(free, deadline.clock)
+    flat_free, trws = flat(free), Trws(free, deadline.clock)
     trws.make_consistent()
     known: dict[str, MemoryConstraint] = {}
     best: Labels = ()
@@ -79,7 +80,8 @@ def minimise_peak(
                 best, best_bytes = labels, peak_bytes
             known |= {row.name: row for row in over[:ROWS_PER_ROUND]}
             before = labels
-            labels = descend(free, near(known.values(), before), limit_bytes, 1.0, before, deadline.clock)
+            rows_near = near(known.values(), before)
+            labels = descend(flat_free, rows_near, limit_bytes, 1.0, before, deadline.clock)
             if labels == before:
                 break
         if len(known) == num_known or is_late:

@@ -11,12 +11,13 @@ prices can raise it further.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from autoshard.search.solver.clock import PROCESSOR, SearchClock
 from autoshard.search.solver.contraction import SWEEPS, Contraction
+from autoshard.search.solver.flat import Flat, flat, flat_cost_s
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.pbqp import Labels, Problem, merged
 from autoshard.search.solver.trws import Trws
@@ -83,6 +84,11 @@ class Opening:
         return self.cheapest if is_known else None
 
     @cached_property
+    def flat(self) -> Flat:
+        """The problem as flat arrays."""
+        return flat(self.problem)
+
+    @cached_property
     def consistent(self) -> Trws:
         """The problem without labels that a neighbour forbids, before the first sweep; callers copy it."""
         trws = Trws(self.problem, self.clock)
@@ -104,8 +110,8 @@ class Opening:
     def descended(self) -> Labels:
         """The local optimum below the best assignment of the first sweeps."""
         trws, sweeps = self.swept
-        best = min((labels for _, labels in sweeps), key=self.problem.cost_s)
-        return trws.original(descend(trws.rest(), (), np.inf, 0.0, trws.renumbered(best), self.clock))
+        best = min((labels for _, labels in sweeps), key=partial(flat_cost_s, self.flat))
+        return trws.original(descend(trws.flat, (), np.inf, 0.0, trws.renumbered(best), self.clock))
 
     @cached_property
     def given(self) -> tuple[Labels, ...]:
@@ -115,7 +121,7 @@ class Opening:
     @cached_property
     def _given_s(self) -> dict[Labels, float]:
         """The cost of each starting assignment."""
-        return {labels: self.problem.cost_s(labels) for labels in self._starts()}
+        return {labels: flat_cost_s(self.flat, labels) for labels in self._starts()}
 
     @property
     def starts(self) -> Iterator[Labels]:
@@ -126,5 +132,5 @@ class Opening:
     def below(self, start: Labels) -> Labels:
         """The local optimum below a starting assignment."""
         if start not in self._below:
-            self._below[start] = descend(self.problem, (), np.inf, 0.0, start, self.clock)
+            self._below[start] = descend(self.flat, (), np.inf, 0.0, start, self.clock)
         return self._below[start]

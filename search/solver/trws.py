@@ -16,33 +16,27 @@ label a lower bound on every assignment with it. A label whose bound exceeds a k
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from autoshard.search.solver.clock import PROCESSOR, SearchClock
+from autoshard.search.solver.flat import Flat, flat, places, tables
 from autoshard.search.solver.ordering import cuthill_mckee
 from autoshard.search.solver.pbqp import Edge, Labels, Problem
 
-EDGE_S = 9e-6
+EDGE_S = 1e-7
 """Nominal seconds of a sweep for each edge, besides its entries. Source: `benchmarks/nominal_seconds.py`, for all below."""
-ENTRY_S = 2.5e-9
+ENTRY_S = 2e-9
 """Nominal seconds of a sweep for each entry of an edge."""
-BOUNDS_SWEEPS = 1.3
+BOUNDS_SWEEPS = 3.3
 """Time of the label bounds, in sweeps."""
-KEEP_SWEEPS = 0.4
+KEEP_SWEEPS = 5.0
 """Time to drop labels, in sweeps."""
-START_SWEEPS = 4.0
-"""Time to set up, from the problem's construction on, in sweeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One edge, seen from one of its nodes."""
-
-    edge: int
-    other: int
-    is_u: bool
+START_SWEEPS = 3.5
+"""Time to set up, in sweeps, besides the order of the visits."""
+ORDER_S = 7e-6
+"""Nominal seconds to set up for each edge: the order of the visits."""
 
 
 class Trws:
@@ -50,39 +44,27 @@ class Trws:
 
     Attributes:
       kept: per node, the labels not dropped yet; empty for some node if no assignment is feasible.
+      flat: `rest` as flat arrays.
     """
 
     def __init__(self, problem: Problem, clock: SearchClock = PROCESSOR) -> None:
-        self._clock = clock
-        self._given = [np.array(cost, float) for cost in problem.node_cost_s]
-        self._node = list(self._given)
-        self._edge = [np.array(edge.cost_s, float) for edge in problem.edges]
-        self._at_u = [np.zeros(len(cost)) for cost in self._edge]
-        self._at_v = [np.zeros(cost.shape[1]) for cost in self._edge]
+        self._clock, self.flat = clock, flat(problem)
         self._ends = [(edge.u, edge.v) for edge in problem.edges]
-        self._sides: list[list[_Side]] = [[] for _ in self._node]
-        for index, (u, v) in enumerate(self._ends):
-            self._sides[u].append(_Side(index, v, True))
-            self._sides[v].append(_Side(index, u, False))
-        self._order = cuthill_mckee(len(self._node), self._ends)
-        rank = {node: at for at, node in enumerate(self._order)}
-        self._before = [[s for s in sides if rank[s.other] < rank[n]] for n, sides in enumerate(self._sides)]
-        self._behind = [[s for s in sides if rank[s.other] > rank[n]] for n, sides in enumerate(self._sides)]
+        self._order = np.array(cuthill_mckee(len(problem.node_cost_s), self._ends), int)
+        self._rank = np.argsort(self._order)
         self._is_forward = True
-        self.kept = [np.arange(len(cost)) for cost in self._node]
+        self._cost, self._messages = self.flat.nodes_s.copy(), np.zeros(self.flat.places.messages[-1])
+        self._kept = np.concatenate([*map(np.arange, problem.num_labels), np.zeros(0, int)])
+        self.kept = self._split(self._kept)
         self._spend(START_SWEEPS)
-        self.keep([np.isfinite(cost) for cost in self._node])
+        clock.spend(ORDER_S * len(self._ends))
+        self.keep(self._split(np.isfinite(self._cost)))
 
     def copy(self) -> "Trws":
-        """An independent copy; arrays are shared, because they are replaced and never written to."""
+        """An independent copy, which shares the arrays that are never written to."""
         new = object.__new__(Trws)
-        new._clock = self._clock
-        new._given = list(self._given)
-        new._node, new._edge = list(self._node), list(self._edge)
-        new._at_u, new._at_v = list(self._at_u), list(self._at_v)
-        new._ends, new._sides, new._is_forward = self._ends, self._sides, self._is_forward
-        new._order, new._before, new._behind = self._order, self._before, self._behind
-        new.kept = list(self.kept)
+        new.__dict__.update(self.__dict__)
+        new._cost, new._messages = self._cost.copy(), self._messages.copy()
         return new
 
     @property
@@ -92,41 +74,25 @@ class Trws:
 
     @property
     def num_kept(self) -> int:
-        return sum(len(labels) for labels in self.kept)
+        return len(self._kept)
 
     def sweep(self, picks: bool = True) -> tuple[float, Labels]:
         """One pass over the nodes, in the direction opposite to the last: a lower bound and an assignment. The assignment is
         empty unless it `picks` one, which takes nearly a third of the pass."""
-        ahead, back = (
-            (self._order, self._before, self._behind),
-            (self._order[::-1], self._behind, self._before),
-        )
-        order, before, behind = ahead if self._is_forward else back
+        order, rank = (self._order, self._rank) if self._is_forward else (self._order[::-1], -self._rank)
         self._is_forward = not self._is_forward
-        bound, picked = 0.0, [0] * len(self._node)
-        for node in order:
-            earlier, later = before[node], behind[node]
-            for side in earlier:
-                self._pull(node, side)
-            if picks:
-                picked[node] = self._pick(node, earlier, picked)
-            if later:
-                share = self._node[node] / max(len(earlier), len(later))
-                for side in later:
-                    self._push(node, side, share)
-            bound += self._node[node].min()
+        picked = np.zeros(len(order) if picks else 0, int)
+        bound_s = _loops().sweep(self.flat, order.copy(), rank, self._cost, self._messages, picked)
         self._spend(1.0)
-        return float(bound), self.original(tuple(picked)) if picks else ()
+        return bound_s, tuple(self._kept[self.flat.places.labels[:-1] + picked].tolist()) if picks else ()
 
     def rest(self) -> Problem:
         """The problem as it was given, on the kept labels, renumbered from 0."""
-        edges = (Edge(u, v, cost) for (u, v), cost in zip(self._ends, self._edge, strict=True))
-        return Problem(tuple(self._given), tuple(edges))
+        return self._problem(self.flat.nodes_s, self.flat.entries_s)
 
     def reparametrised(self) -> Problem:
         """`rest` with the reparametrised costs: every assignment costs the same, plus the costs that `add` added."""
-        edges = (Edge(u, v, cost) for (u, v), cost in zip(self._ends, self._left(), strict=True))
-        return Problem(tuple(self._node), tuple(edges))
+        return self._problem(self._cost.copy(), self._left())
 
     def keeps(self, labels: Labels) -> bool:
         """True if all of an assignment's labels are kept."""
@@ -138,108 +104,85 @@ class Trws:
 
     def original(self, labels: Labels) -> Labels:
         """An assignment of kept labels, from the label numbers of `rest` to the original ones."""
-        return tuple(int(kept[index]) for kept, index in zip(self.kept, labels, strict=True))
+        return tuple(self._kept[self.flat.places.labels[:-1] + np.array(labels, int)].tolist())
 
     def add(self, node: int, cost: np.ndarray) -> None:
         """Adds a cost to a node: [original labels], seconds."""
-        self._node[node] = self._node[node] + cost[self.kept[node]]
+        begin, end = self.flat.places.labels[node : node + 2]
+        self._cost[begin:end] += cost[self.kept[node]]
 
     def label_bounds(self) -> list[np.ndarray]:
         """Per node, per kept label: a lower bound on every assignment that uses it."""
-        return self._label_bounds(self._left())
-
-    def _label_bounds(self, left: Sequence[np.ndarray]) -> list[np.ndarray]:
-        by_u, by_v = [cost.min(1) for cost in left], [cost.min(0) for cost in left]
-        of_edges = [float(cost.min()) for cost in by_u]
-        of_nodes = [float(cost.min()) for cost in self._node]
-        total = sum((*of_nodes, *of_edges))
-        bounds: list[np.ndarray] = []
-        for cost, least, sides in zip(self._node, of_nodes, self._sides, strict=True):
-            bound = total + cost - least
-            for side in sides:
-                bound += (by_u if side.is_u else by_v)[side.edge] - of_edges[side.edge]
-            bounds.append(bound)
         self._spend(BOUNDS_SWEEPS)
-        return bounds
+        bounds_s, _ = self._label_bounds(self._least(self._left()))
+        return self._split(bounds_s)
 
     def pair_bounds(self) -> list[np.ndarray]:
         """Per edge, [kept labels of u, kept labels of v]: a lower bound on every assignment that uses both."""
-        left, found = self._left(), list[np.ndarray]()
-        bounds, total = self._label_bounds(left), self._total(left)
-        for (u, v), cost in zip(self._ends, left, strict=True):
-            at_u, at_v = bounds[u] - cost.min(1), bounds[v] - cost.min(0)
-            found.append(at_u[:, None] + at_v + (cost + (cost.min() - total)))
-        self._spend(BOUNDS_SWEEPS)
-        return found
+        left_s = self._left()
+        least_s = self._least(left_s)
+        bounds_s, total_s = self._label_bounds(least_s)
+        self._spend(2 * BOUNDS_SWEEPS)
+        pairs_s = _loops().pair_bounds(self.flat, left_s, least_s, bounds_s, total_s)
+        return tables(self.flat, pairs_s)
 
-    def _total(self, left: Sequence[np.ndarray]) -> float:
-        """The lower bound of the present costs: the sum of every node's and every edge's minimum."""
-        return sum(float(cost.min()) for cost in (*self._node, *left))
+    def _label_bounds(self, least_s: np.ndarray) -> tuple[np.ndarray, float]:
+        return _loops().label_bounds(self.flat, self._cost, least_s)
 
-    def _left(self) -> list[np.ndarray]:
-        """Per edge: its costs less the cost that messages have moved to its nodes."""
-        messages = zip(self._edge, self._at_u, self._at_v, strict=True)
-        return [cost - at_u[:, None] - at_v for cost, at_u, at_v in messages]
+    def _least(self, left_s: np.ndarray) -> np.ndarray:
+        return _loops().side_minima(self.flat, left_s)
 
-    def keep(self, masks: list[np.ndarray]) -> None:
+    def _left(self) -> np.ndarray:
+        """[entries]: each edge's costs less the cost that messages have moved to its nodes."""
+        return _loops().moved(self.flat, self._messages)
+
+    def keep(self, masks: Sequence[np.ndarray]) -> None:
         """Drops the kept labels whose mask is False, then those left without an allowed neighbour."""
-        pending = dict(enumerate(masks))
-        while pending:
-            touched = [node for node, mask in sorted(pending.items()) if not mask.all()]
-            for node in touched:
-                self._restrict(node, pending[node])
-            around = sorted({side.other for node in touched for side in self._sides[node]})
-            pending = {node: self._is_supported(node) for node in around}
-            pending = {node: mask for node, mask in pending.items() if not mask.all()}
-        self._spend(KEEP_SWEEPS)
+        is_kept = np.concatenate((*masks, np.zeros(0, bool)))
+        if is_kept.all():
+            return
+        topology, is_touched = self.flat.topology, np.array([not mask.all() for mask in masks])
+        is_pending = np.zeros(len(masks), bool)
+        is_pending[topology.other[is_touched[topology.node]]] = True
+        self._restrict(is_kept, is_pending)
 
     def make_consistent(self) -> None:
         """Drops every label that is forbidden with all labels of some neighbour."""
-        self.keep([self._is_supported(node) for node in range(len(self._node))])
+        self._restrict(np.ones(len(self._kept), bool), np.ones(len(self.kept), bool))
+
+    def _restrict(self, is_kept: np.ndarray, is_pending: np.ndarray) -> None:
+        """Drops labels, and at pending nodes and around every change those left without an allowed neighbour."""
+        self._spend(KEEP_SWEEPS)
+        _loops().drop_unsupported(self.flat, is_kept, is_pending)
+        if is_kept.all():
+            return
+        before, of_nodes = self.flat, self._split(is_kept)
+        sides: list[int] = before.topology.node.tolist()
+        self.flat = Flat(
+            before.topology,
+            places(before.topology, np.array([mask.sum() for mask in of_nodes], int)),
+            before.nodes_s[is_kept],
+            before.entries_s[_loops().pairs_of(before, is_kept)],
+        )
+        self._messages = self._messages[np.concatenate((*(of_nodes[n] for n in sides), np.zeros(0, bool)))]
+        self._cost, self._kept = self._cost[is_kept], self._kept[is_kept]
+        self.kept = self._split(self._kept)
+
+    def _split(self, of_labels: np.ndarray) -> list[np.ndarray]:
+        """An array over all kept labels, by node."""
+        return [of_labels[begin:end] for begin, end in pairwise(self.flat.places.labels.tolist())]
+
+    def _problem(self, cost_s: np.ndarray, entries: np.ndarray) -> Problem:
+        costs = tables(self.flat, entries)
+        edges = (Edge(u, v, cost) for (u, v), cost in zip(self._ends, costs, strict=True))
+        return Problem(tuple(self._split(cost_s)), tuple(edges))
 
     def _spend(self, sweeps: float) -> None:
-        num_entries = sum(cost.size for cost in self._edge)
-        self._clock.spend(sweeps * (EDGE_S * len(self._edge) + ENTRY_S * num_entries))
+        self._clock.spend(sweeps * (EDGE_S * len(self._ends) + ENTRY_S * len(self.flat.entries_s)))
 
-    def _pull(self, node: int, side: _Side) -> None:
-        edge = side.edge
-        if side.is_u:
-            message = (self._edge[edge] - self._at_v[edge]).min(1)
-            self._node[node] = self._node[node] + (message - self._at_u[edge])
-            self._at_u[edge] = message
-        else:
-            message = (self._edge[edge] - self._at_u[edge][:, None]).min(0)
-            self._node[node] = self._node[node] + (message - self._at_v[edge])
-            self._at_v[edge] = message
 
-    def _push(self, node: int, side: _Side, share: np.ndarray) -> None:
-        at = self._at_u if side.is_u else self._at_v
-        at[side.edge] = at[side.edge] - share
-        self._node[node] = self._node[node] - share
+def _loops():
+    """The module of the compiled loops."""
+    from autoshard.search.solver import messages  # it imports Numba, which takes a while
 
-    def _pick(self, node: int, earlier: list[_Side], picked: list[int]) -> int:
-        cost = self._node[node]
-        for side in earlier:
-            edge, other = side.edge, picked[side.other]
-            if side.is_u:
-                cost = cost + (self._edge[edge][:, other] - self._at_u[edge] - self._at_v[edge][other])
-            else:
-                cost = cost + (self._edge[edge][other] - self._at_u[edge][other] - self._at_v[edge])
-        return int(cost.argmin())
-
-    def _restrict(self, node: int, mask: np.ndarray) -> None:
-        self.kept[node] = self.kept[node][mask]
-        self._given[node], self._node[node] = self._given[node][mask], self._node[node][mask]
-        for side in self._sides[node]:
-            edge = side.edge
-            if side.is_u:
-                self._edge[edge], self._at_u[edge] = self._edge[edge][mask], self._at_u[edge][mask]
-            else:
-                self._edge[edge] = np.ascontiguousarray(self._edge[edge][:, mask])
-                self._at_v[edge] = self._at_v[edge][mask]
-
-    def _is_supported(self, node: int) -> np.ndarray:
-        mask = np.ones(len(self.kept[node]), bool)
-        for side in self._sides[node]:
-            mask &= np.isfinite(self._edge[side.edge]).any(1 if side.is_u else 0)
-        return mask
+    return messages

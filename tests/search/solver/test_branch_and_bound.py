@@ -13,6 +13,7 @@ from autoshard.search.solver import branch_and_bound, trws
 from autoshard.search.solver.branch_and_bound import NoFitError, solve
 from autoshard.search.solver.clock import WorkClock
 from autoshard.search.solver.contraction import Contraction
+from autoshard.search.solver.flat import flat
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.milp import solve_milp
 from autoshard.search.solver.opening import Opening
@@ -219,7 +220,7 @@ def test_a_beginning_that_fits_is_an_incumbent(seed):
     problem, (row,) = layered(3, 2, 4, seed)
     row_bytes = every_row_bytes(problem, row)
     start = tuple(map(int, np.unravel_index(row_bytes.argmin(), problem.num_labels)))
-    descended = descend(problem, (), np.inf, 0.0, start)
+    descended = descend(flat(problem), (), np.inf, 0.0, start)
     limit_bytes = (row.total_bytes(start) + row.total_bytes(descended)) / 2
 
     def violated(labels):

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
+from autoshard.search.solver.flat import flat
 from autoshard.search.solver.lagrangian import CuttingPlanes, Relaxation
 from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from autoshard.search.solver.trws import Trws
@@ -28,7 +29,7 @@ PRICES_S = st.sampled_from([0.0, 1e-16, 1e-10, 1e-9, 5e-9])
 def relaxed(problem, rows, limit_bytes):
     """The relaxation of a problem that allows something."""
     whole = merged(problem)
-    planes, trws = CuttingPlanes(whole, limit_bytes), Trws(whole)
+    planes, trws = CuttingPlanes(flat(whole), limit_bytes), Trws(whole)
     trws.make_consistent()
     if not trws.is_feasible:
         reject()
@@ -118,7 +119,7 @@ def two(limit_bytes=10.0):
 
 def test_an_assignments_cost_and_its_bytes_over_each_limit():
     problem, row, limit_bytes = two()
-    planes = CuttingPlanes(problem, limit_bytes)
+    planes = CuttingPlanes(flat(problem), limit_bytes)
     assert planes.of((0,)) == (1.0, [])
     assert planes.fits((0,))
     planes.add_row(row)
@@ -135,7 +136,7 @@ def test_an_assignments_cost_and_its_bytes_over_each_limit():
 
 def test_assignments_of_kept_labels_that_are_allowed():
     problem = Problem((np.array([1.0, 5.0, np.inf]), np.zeros(2)), ())
-    planes = CuttingPlanes(problem, 1.0)
+    planes = CuttingPlanes(flat(problem), 1.0)
     for labels in ((0, 0), (0, 1), (1, 1), (2, 1)):
         planes.of(labels)
     assert planes.within([np.arange(3), np.arange(2)]) == [(0, 0), (0, 1), (1, 1)]

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.search.solver.flat import flat
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from tests.search.solver.problems import (
@@ -35,7 +36,7 @@ def test_it_ends_no_higher_than_it_starts_where_no_pair_can_move(data):
     rows = data.draw(st.one_of(st.just(rows), rows_with_pairs(problem)))
     price_s, start = data.draw(PRICES_S), data.draw(assignments(problem))
     whole = merged(problem)
-    end = descend(whole, rows, limit_bytes, price_s, start)
+    end = descend(flat(whole), rows, limit_bytes, price_s, start)
     table = every_priced_s(problem, rows, limit_bytes, price_s)
     assert table[end] <= table[start]
     for edge in whole.edges:
@@ -49,7 +50,7 @@ def test_a_dear_price_keeps_what_fits_fitting(data):
     start = data.draw(assignments(problem))
     if any(row.total_bytes(start) > limit_bytes for row in rows):
         return
-    end = descend(merged(problem), rows, limit_bytes, 1.0, start)
+    end = descend(flat(merged(problem)), rows, limit_bytes, 1.0, start)
     assert all(row.total_bytes(end) <= limit_bytes for row in rows)
 
 
@@ -60,7 +61,7 @@ SWAP = Problem(
 
 
 def test_two_nodes_move_together():
-    assert descend(SWAP, (), np.inf, 0.0, (0, 0)) == (1, 1)
+    assert descend(flat(SWAP), (), np.inf, 0.0, (0, 0)) == (1, 1)
 
 
 def test_a_chain_is_gone_through_again_where_surroundings_changed():
@@ -68,7 +69,7 @@ def test_a_chain_is_gone_through_again_where_surroundings_changed():
     follow = np.array([[1.0, 5.0], [9.0, 0.0]])
     nodes = (*(np.zeros(2) for _ in range(7)), np.array([100.0, 0.0]))
     chain = Problem(nodes, tuple(Edge(u, u + 1, follow) for u in range(7)))
-    assert descend(chain, (), np.inf, 0.0, (0,) * 8) == (1,) * 8
+    assert descend(flat(chain), (), np.inf, 0.0, (0,) * 8) == (1,) * 8
 
 
 def test_an_overflow_is_paid_for_where_it_is_cheapest():
@@ -76,16 +77,16 @@ def test_an_overflow_is_paid_for_where_it_is_cheapest():
     edges = tuple(Edge(u, u + 1, np.zeros((2, 2))) for u in range(2))
     row = MemoryConstraint("point", tuple((node, np.array([4.0, 0.0])) for node in range(3)), 1.0)
     problem = Problem(nodes, edges)
-    assert descend(problem, (row,), 9.0, 1.0, (0, 0, 0)) == (0, 1, 0)
-    assert descend(problem, (row,), 5.0, 1.0, (0, 0, 0)) == (1, 1, 0)
-    assert descend(problem, (row,), 9.0, 0.1, (0, 0, 0)) == (0, 0, 0)
+    assert descend(flat(problem), (row,), 9.0, 1.0, (0, 0, 0)) == (0, 1, 0)
+    assert descend(flat(problem), (row,), 5.0, 1.0, (0, 0, 0)) == (1, 1, 0)
+    assert descend(flat(problem), (row,), 9.0, 0.1, (0, 0, 0)) == (0, 0, 0)
 
 
 def test_it_leaves_what_is_forbidden():
     nodes = (np.array([np.inf, 1.0]), np.array([0.0, np.inf]))
-    assert descend(Problem(nodes, (Edge(0, 1, np.zeros((2, 2))),)), (), np.inf, 0.0, (0, 1)) == (1, 0)
+    assert descend(flat(Problem(nodes, (Edge(0, 1, np.zeros((2, 2))),))), (), np.inf, 0.0, (0, 1)) == (1, 0)
 
 
 def test_a_gain_of_rounding_is_none():
     nodes = (np.array([1.0, 1.0 - 1e-14]), np.array([0.0, 0.0]))
-    assert descend(Problem(nodes, (Edge(0, 1, np.zeros((2, 2))),)), (), np.inf, 0.0, (0, 0)) == (0, 0)
+    assert descend(flat(Problem(nodes, (Edge(0, 1, np.zeros((2, 2))),))), (), np.inf, 0.0, (0, 0)) == (0, 0)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.search.solver import neighbourhoods
+from autoshard.search.solver.flat import flat
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.neighbourhoods import reoptimised
 from autoshard.search.solver.pbqp import Edge, Problem, merged
@@ -48,7 +49,7 @@ def ring(num_nodes, gain_s, apart_s):
 def test_what_must_change_together_changes_together():
     problem = ring(12, gain_s=1.0, apart_s=2.0)
     start = (0,) * 12
-    assert descend(problem, (), np.inf, 0.0, start) == start
+    assert descend(flat(problem), (), np.inf, 0.0, start) == start
     assert reoptimised(problem, start) == ((1,) * 12, True)
 
 

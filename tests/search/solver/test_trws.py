@@ -36,9 +36,7 @@ def on_kept(table, trws):
 
 def every_moved_cost_s(trws):
     """The cost of every kept assignment as message passing has moved it between nodes and edges."""
-    sides = zip(trws._ends, trws._edge, trws._at_u, trws._at_v, strict=True)
-    edges = tuple(Edge(u, v, cost - at_u[:, None] - at_v) for (u, v), cost, at_u, at_v in sides)
-    return every_cost_s(Problem(tuple(trws._node), edges))
+    return every_cost_s(trws.reparametrised())
 
 
 @given(problems(), st.integers(0, 5))
@@ -196,9 +194,9 @@ def test_sweeps_go_forward_and_back_in_turn():
     )
     trws = Trws(chain)
     assert trws.sweep() == (1.0, (0, 1))
-    assert trws._node[1].tolist() == [5.0, 1.0]
+    assert trws.reparametrised().node_cost_s[1].tolist() == [5.0, 1.0]
     assert trws.sweep() == (1.0, (0, 1))
-    assert trws._node[0].tolist() == [1.0, 5.0]
+    assert trws.reparametrised().node_cost_s[0].tolist() == [1.0, 5.0]
 
 
 def test_a_label_picked_first_counts_for_those_after():
