@@ -98,8 +98,8 @@ def flat(problem: Problem) -> Flat:
 
 
 def flat_cost_s(problem: Flat, labels: Labels) -> float:
-    """The cost of a full assignment, +inf if it has a forbidden label or pair. Python's sum hardly rounds, so that equal costs
-    compare equal."""
+    """The cost of a full assignment, +inf if it has a forbidden label or pair. Python's sum hardly rounds, so that equal
+    costs compare equal."""
     topology, places = problem.topology, problem.places
     chosen, num_labels = np.array(labels, int), np.diff(places.labels)
     u, v = topology.node[topology.at_u], topology.other[topology.at_u]
