@@ -34,8 +34,8 @@ SWEEPS = 10
 BATCHES = 4
 """Batches of sweeps in a turn. Source: a choice of ours; with half as many, a turn gains less than its other steps cost."""
 ENTRIES = 2e5
-"""Entries of all edges up to which nodes are joined even if the entries grow. Source: a choice of ours; sweeps over so many
-take a millisecond, as over none."""
+"""Entries of all edges up to which nodes are joined even if the entries grow. Source: a choice of ours; a sweep over so
+many takes half a millisecond."""
 GROWTH = 1.35
 """Beyond `ENTRIES`, joins may grow the entries of all edges by this factor in a turn. Source: a choice of ours."""
 MAX_TABLE = 1e7
