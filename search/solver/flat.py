@@ -130,10 +130,8 @@ def flat_rows(rows: Sequence[MemoryConstraint], places: Places) -> FlatRows:
     nodes = np.array([pair[0] for pair in sided], int)
     sizes = [pair[3].size for pair in sided]
     first = np.searchsorted(nodes, np.arange(len(starts)))
-    has_rows = np.diff(first) > 0
-    for of_row in dense:
-        least, most = (f.reduceat(of_row, starts[:-1]) for f in (np.minimum, np.maximum))
-        has_rows |= most > least
+    least, most = (bound.reduceat(dense, starts[:-1], axis=1) for bound in (np.minimum, np.maximum))
+    has_rows = (np.diff(first) > 0) | (most > least).any(axis=0)
     return FlatRows(
         np.ascontiguousarray(dense.T),
         has_rows,
