@@ -1,4 +1,4 @@
-"""Products and look-ups whose terms are summed by collectives that the program names, not by constraints.
+"""Products, convolutions and look-ups whose terms are summed by collectives that the program names, not by constraints.
 
 XLA's partitioner finds most reductions of a sum from the specs that are imposed on it, and misses three (measured on
 XLA:GPU, all reductions of a product on a mesh of three axes, and of a look-up on two):
@@ -42,7 +42,7 @@ makes all reductions as they are imposed."""
 
 
 def named_sums(paths: ReshardPaths, in_sums: Collection[tuple[int, int]]) -> Mapping[int, ReshardPath]:
-    """The reductions of such products and look-ups, by the value that each makes.
+    """The reductions of such products, convolutions and look-ups, by the value that each makes.
 
     Args:
       paths: the resharding paths of all values.
@@ -51,10 +51,9 @@ def named_sums(paths: ReshardPaths, in_sums: Collection[tuple[int, int]]) -> Map
     """
     found: dict[int, ReshardPath] = {}
     for i, op in enumerate(paths.program.ops):
-        is_product = op.name == PRODUCT and (paths.folded.class_of[i], 0) not in in_sums
+        is_product = op.name in (PRODUCT, CONVOLUTION) and (paths.folded.class_of[i], 0) not in in_sums
         is_look_up = op.name == LOOK_UP and _may_shift(paths.program.values[op.operands[1]])
-        is_convolution = op.name == CONVOLUTION and (paths.folded.class_of[i], 0) not in in_sums
-        if (is_product or is_look_up or is_convolution) and _is_lost(paths, i):
+        if (is_product or is_look_up) and _is_lost(paths, i):
             (reductions,) = dict.fromkeys(map(_reductions, _paths(paths, i)))
             found[op.results[0]] = reductions
     return found
@@ -63,18 +62,16 @@ def named_sums(paths: ReshardPaths, in_sums: Collection[tuple[int, int]]) -> Map
 def _is_lost(paths: ReshardPaths, i: int) -> bool:
     """True if the compiler would not follow the planned path, and the terms can be summed by name: all readers' paths
     begin alike and split evenly."""
-    if PARTIAL not in paths.made(paths.program.ops[i].results[0]):
+    op, num_axes = paths.program.ops[i], len(paths.costed.resharder.mesh.shape)
+    if PARTIAL not in paths.made(op.results[0]):
         return False
     found = list(_paths(paths, i))
-    num_axes, reductions = len(paths.costed.resharder.mesh.shape), dict.fromkeys(map(_reductions, found))
-    is_look_up = paths.program.ops[i].name == LOOK_UP
-    if paths.program.ops[i].name == CONVOLUTION:
-        is_lost = has_named_halos(paths.program.ops[i], _read(paths, i))
-    else:
-        is_lost = any(
-            _is_joined(path, num_axes) or _is_sliced(path) or (is_look_up and _num_scattered(path) > 0)
-            for path in found
-        )
+    reductions = dict.fromkeys(map(_reductions, found))
+    is_lost = op.name == CONVOLUTION and has_named_halos(op, _read(paths, i))
+    is_lost |= any(
+        _is_joined(path, num_axes) or _is_sliced(path) or (op.name == LOOK_UP and _num_scattered(path) > 0)
+        for path in found
+    )
     return is_lost and len(reductions) == 1 and all(_is_even(paths, i, path) for path in reductions)
 
 

@@ -3,13 +3,14 @@
 Terms are scattered over one axis after another there, which the partitioner does only where it is told so by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.process import Compiler
@@ -33,16 +34,36 @@ class Asked:
       make: the step and its arguments.
       cluster: for which devices.
       mesh: sizes of the axes.
+      pins: specs of arguments.
     """
 
     make: Callable[[], tuple]
     cluster: str
     mesh: tuple[int, int, int]
+    pins: Mapping[str, P] | None = None
 
 
 def _chain() -> tuple:
     weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 6
     return chain, weights, jax.ShapeDtypeStruct((1 << 17, 2048), jnp.float32)
+
+
+def _convolutions() -> tuple:
+    def step(kernels, images):
+        def loss_fn(kernels):
+            x = images
+            for w in kernels:
+                x = jax.nn.silu(
+                    jax.lax.conv_general_dilated(
+                        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                    )
+                )
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, kernels, jax.grad(loss_fn)(kernels))
+
+    kernels = [jax.ShapeDtypeStruct((3, 3, 256, 256), jnp.float32)] * 2
+    return step, kernels, jax.ShapeDtypeStruct((48, 32, 32, 256), jnp.float32)
 
 
 def _of(case: Case) -> tuple:
@@ -57,6 +78,13 @@ def _experts() -> tuple:
 ASKED = {
     "chain": Asked(_chain, "64xA100-80GB-Ethernet", (2, 4, 8)),
     "AdamW": Asked(lambda: adamw_chain(4, 2048, 4096), "16xH100-80GB", (2, 2, 4)),
+    "convolutions": Asked(
+        _convolutions,
+        "12xA100-40GB",
+        (2, 2, 3),
+        {f"kernels[{i}]": P("model", None, "replica", "data") for i in range(2)}
+        | {"images": P(("replica", "data", "model"))},
+    ),
     "experts": Asked(_experts, "16xH100-80GB", (2, 2, 4)),
 }
 
@@ -66,12 +94,14 @@ def proven(name: str, cap_bytes: int | None = None) -> Verification:
     """A plan beside its compiled program; by default the cap is what the devices have."""
     asked = ASKED[name]
     cluster = parse_cluster(asked.cluster)
-    options = Options(cap_bytes or cluster.device_memory_limit(), asked.mesh)
+    options = Options(cap_bytes or cluster.device_memory_limit(), asked.mesh, pins=asked.pins)
     found = find(trace(*asked.make()), cluster, options)
     return CompilerVerifier(cluster, Compiler(), progress=lambda line: None).verified(found)
 
 
-@pytest.mark.parametrize("name", ["chain", "AdamW", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["chain", "AdamW", "convolutions", pytest.param("experts", marks=pytest.mark.slow)]
+)
 def test_the_compiler_emits_what_the_plan_lists(name):
     assert not proven(name).differing
 
