@@ -294,6 +294,23 @@ def test_terms_are_summed_up_one_axis_after_another(made):
     assert_close(result, np.asarray(x).T @ np.asarray(y))
 
 
+def test_terms_of_a_convolution_are_summed_up_one_axis_after_another():
+    """By constraints alone XLA would reduce the kernel's gradient whole over the axes that come second and third."""
+
+    def step(w, x):
+        def loss(w):
+            y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
+            return jnp.sum(jnp.sin(y + jnp.arange(y.size).reshape(y.shape)))
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    w = jax.random.normal(jax.random.key(3), (16, 8, 4, 3))
+    pins = {"x": P(("replica", "data", "model")), "w": P("replica", "data", "model")}
+    program = pinned(step, (2, 2, 2), pins, w, IMAGES)
+    assert str(jax.make_jaxpr(program.fn)(w, IMAGES)).count("reduce_scatter[") > 1
+    assert_close(run(program, w, IMAGES), jax.jit(step)(w, IMAGES))
+
+
 # --- convolutions in batch groups
 
 IMAGES = jnp.asarray(np.random.default_rng(2).standard_normal((8, 8, 6, 6), np.float32))
