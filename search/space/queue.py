@@ -22,7 +22,7 @@ If the compiler finds that a plan needs more than it may, the search goes on und
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.cost_model.errors import InfeasibleError, first_line
@@ -427,14 +427,16 @@ class Queue:
     # --- the best plan on other meshes
 
     def _meet_neighbours(self, best: Found) -> None:
-        """Opens the neighbours of a new best plan, in place of those of the one before it. A plan in another form has none
-        here."""
-        self.open = [one for one in self.open if not _is_of_plan(one)]
+        """Opens the neighbours of a new best plan. Each takes the place of the neighbour of an earlier plan, if that has the
+        same step and mesh. A plan in another form has none here."""
         if not self.trials.owns(best):
             return
-        solved = next((one for one in self.solved if one.is_of(best.step_problem)), None)
-        for shape in dict.fromkeys((best.on_mesh.shape, *self.trials.shapes, *self._finer_shapes(best))):
-            if shape == best.on_mesh.shape or (best.step_problem, shape) not in self.tried_elsewhere:
+        step_problem, own = best.step_problem, best.on_mesh.shape
+        shapes = dict.fromkeys((own, *self.trials.shapes, *self._finer_shapes(best)))
+        self.open = [one for one in self.open if not _is_replaced(one, step_problem, shapes)]
+        solved = next((one for one in self.solved if one.is_of(step_problem)), None)
+        for shape in shapes:
+            if shape == own or (step_problem, shape) not in self.tried_elsewhere:
                 self.open.append(OfPlan(self.trials, self.certificate, best, shape, solved))
         updated = self._updated_elsewhere(best)
         if updated is not None:
@@ -482,6 +484,15 @@ def _untried(baseline: Baseline) -> Baseline:
 def _rank(candidate: Candidate) -> int:
     """Candidates of a lower rank have their turns first."""
     return 1 if _is_of_plan(candidate) else 0
+
+
+def _is_replaced(
+    candidate: Candidate, step_problem: StepProblem, shapes: Collection[tuple[int, ...]]
+) -> bool:
+    """True if the neighbours of a new best plan on these meshes replace a candidate."""
+    if isinstance(candidate, OfPlan):
+        return candidate.plan.step_problem is step_problem and candidate.shape in shapes
+    return isinstance(candidate, UpdatedElsewhere)
 
 
 def _is_of_plan(candidate: Candidate) -> bool:
