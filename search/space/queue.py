@@ -12,11 +12,11 @@ A candidate is a set of plans that is not searched yet. There are three kinds, e
 A step with attention has two forms (`search.space.long_sequences`). The second one is a candidate, too. When its turn comes,
 its variants join the queue, and the search may take a quarter longer.
 
-The candidate with the least estimated time has the next turn (`search.space.candidates`). Before there is a good plan,
-recomputation that saves enough by itself comes first. If no estimate is below the best plan, its step has turns on other
-meshes. The queue ends if those promise nothing either, or if time is over. Without a good plan it has as long again for each
-form of the step. If there is none at all, the fastest candidate that seems to fit then comes first, or else the one with
-the least memory, which also has the last turns.
+The candidate with the least estimated time has the next turn (`search.space.candidates`). Before there is a good
+plan, recomputation that saves enough by itself comes first. If no estimate is below the best plan, its step and those
+of earlier best plans have turns on other meshes. The queue ends if those promise nothing either, or if time is over.
+Without a good plan it has as long again for each form of the step. If there is none at all, the fastest candidate
+that seems to fit then comes first, or else the one with the least memory, which also has the last turns.
 
 If the compiler finds that a plan needs more than it may, the search goes on under a lower cap (`Queue.under`).
 """
