@@ -336,9 +336,14 @@ def test_the_best_plans_step_is_tried_on_the_other_meshes_and_on_splits_of_its_o
     better = plan(0.9, (2, 4, 8))
     search.tried_elsewhere.add((better.step_problem, (64,)))
     search._meet_neighbours(better)
-    assert search.open[0].shape == (2, 4, 8)
-    assert (64,) not in [one.shape for one in search.open]
-    assert all(one.plan.cost_s == 0.9 for one in search.open)
+    own = [one.shape for one in search.open if one.plan is better]
+    assert own[0] == (2, 4, 8)
+    assert (64,) not in own
+    assert [one.shape for one in search.open if one.plan is not better] == shapes  # another step's stay open
+    again = plan(0.8, (2, 4, 8), better.step_problem)
+    search._meet_neighbours(again)
+    assert [one.shape for one in search.open if one.plan is again] == own
+    assert better not in [one.plan for one in search.open]
 
 
 def test_neighbours_come_after_all_others_that_promise_a_better_plan():
