@@ -1,7 +1,8 @@
 """Products, convolutions and look-ups whose terms are summed by collectives that the program names, not by constraints.
 
 XLA's partitioner finds most reductions of a sum from the specs that are imposed on it, and misses three (measured on
-XLA:GPU, all reductions of a product on a mesh of three axes, and of a look-up on two):
+XLA:GPU, all reductions of a product on a mesh of three axes, and of a look-up on two; a convolution's are treated as a
+product's, `tests/gpu/test_three_axes.py`):
 
 * on meshes of three axes, terms that are scattered over one axis and then reduced over another. Unless both use the
   dims that it expects, it makes one all-reduce of the whole array over all these axes;

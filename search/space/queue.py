@@ -427,8 +427,8 @@ class Queue:
     # --- the best plan on other meshes
 
     def _meet_neighbours(self, best: Found) -> None:
-        """Opens the neighbours of a new best plan. Each takes the place of the neighbour of an earlier plan, if that has the
-        same step and mesh. A plan in another form has none here."""
+        """Opens the neighbours of a new best plan. They replace those of earlier plans of the same step on these meshes.
+        A plan in another form has none here."""
         if not self.trials.owns(best):
             return
         step_problem, own = best.step_problem, best.on_mesh.shape
