@@ -459,7 +459,7 @@ class OfPlan:
         """Solves the step on the mesh. If time ends before a better plan is found, it goes on in a later turn. If memory is
         short on a mesh of three axes, other rewrites of the variant may be faster there."""
         plan, trials, step_problem = self.plan, self.trials, self.plan.step_problem
-        is_own, on_mesh = self.shape == plan.on_mesh.shape, self._on_mesh
+        is_own, on_mesh = self.shape == plan.on_mesh.shape, trials.put_on(step_problem, self.shape)
         known = self.certificate.known(step_problem, self.shape)
         if is_own:
             known = replace(known, start=plan.labels)
@@ -474,12 +474,6 @@ class OfPlan:
         if self.solved and may_have_others and self.num_turns == 1:
             return [OnMesh(self.solved, self.shape), *again]
         return again
-
-    @cached_property
-    def _on_mesh(self) -> MeshProblem:
-        """The step's problem on the mesh. The solver goes on from it in later turns."""
-        is_own = self.shape == self.plan.on_mesh.shape
-        return self.plan.on_mesh if is_own else self.trials.put_on(self.plan.step_problem, self.shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -123,6 +123,7 @@ class Trials:
         self.shapes = candidate_shapes(cluster, options)
         self.nearest: Found | None = None
         self._resharders: dict[tuple[int, ...], Resharder] = {}
+        self._on_meshes = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], MeshProblem]]()
         self.gains_s = WeakKeyDictionary[StepProblem, float]()
         self._rewritten = WeakValueDictionary[tuple[StepProblem, Sites, Sites], StepProblem]()
         self.tried = Tried()
@@ -133,7 +134,7 @@ class Trials:
     def of_form(self, step: Step, marks: Sequence[str]) -> "Trials":
         """The trials of the step in another form. Both look for one plan, in one time."""
         other = Trials(step, marks, self.cluster, self.options, self.progress, self.clock)
-        other.shared = self.shared
+        other.shared, other._resharders = self.shared, self._resharders
         return other
 
     def under(self, options: Options, progress: Progress, shared: Shared | None = None) -> "Trials":
@@ -339,11 +340,14 @@ class Trials:
         return self._prepared(before.traced, before.hosted, updated, *rewritten)
 
     def put_on(self, step_problem: StepProblem, shape: tuple[int, ...]) -> MeshProblem:
-        """The problem on a mesh. All trials share the resharding costs of a mesh."""
-        on_mesh = step_problem.on(self.cluster, shape, self._resharders.get(shape))
-        self._resharders[shape] = on_mesh.memory.costed.resharder
-        self.watch.lap("strategies")
-        return on_mesh
+        """The problem on a mesh. It is made once while the step is in use, so that every solver goes on from the bounds of
+        the one before it. All steps share the resharding costs of a mesh."""
+        known = self._on_meshes.setdefault(step_problem, {})
+        if shape not in known:
+            known[shape] = step_problem.on(self.cluster, shape, self._resharders.get(shape))
+            self._resharders[shape] = known[shape].memory.costed.resharder
+            self.watch.lap("strategies")
+        return known[shape]
 
     def improve(
         self,
