@@ -115,8 +115,8 @@ def search(
       time_limit_s: processor seconds for all of the search: one program (four fifths, if pipelines may follow), pipelines,
         further rounds after the compiler's objections, and the explanation if nothing fits; and seconds for the compiler.
         By default the search does a fixed amount of work, about 15 seconds on a usual machine, so that equal inputs give
-        equal plans on every machine. `Plan.gap` is the remaining gap. A pipeline that `stages` asks for has no limit by
-        default.
+        equal plans on every machine; if it finds no good plan by then, it goes on for as long again. `Plan.gap` is the
+        remaining gap. A pipeline that `stages` asks for has no limit by default.
       verify: which plans XLA's GPU compiler judges, without a GPU. If a plan is compiled to more than the cap, the search
         continues under a lower limit. "auto" compiles a plan that may exceed the cap by the usual error of predicted peaks,
         if the compiler is installed; equal blocks are extrapolated as by `verify`. "always" compiles each plan, in full if

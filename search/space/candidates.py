@@ -388,7 +388,7 @@ class OfRewrite:
         return [self] if bound_s < math.inf and has_turns_left else []
 
     @cached_property
-    def _problem(self) -> tuple[StepProblem, MeshProblem]:
+    def problem(self) -> tuple[StepProblem, MeshProblem]:
         """The step with the rewrite, on its mesh."""
         rewrite, trials, baseline = self.rewrite, self.mesh.solved.trials, self.mesh.solved.baseline
         if not rewrite.sites and not rewrite.offloaded_sites:
@@ -407,7 +407,7 @@ class OfRewrite:
         again = f"recomputing {len(rewrite.sites)} ops on {where}"
         is_same = not rewrite.sites and not rewrite.offloads
         trials.progress(f"{prefix}{where}, under the cap" if is_same else f"{prefix}{waits}{again}")
-        step_problem, on_mesh = self._problem
+        step_problem, on_mesh = self.problem
         if trials.cannot_fit(step_problem, on_mesh):
             return step_problem, math.inf
         if is_same:

@@ -36,9 +36,15 @@ SHARE = 0.25
 of its limit."""
 
 
-def limit_s(options: Options) -> float:
-    """Seconds by the search's clock for the explanation."""
-    return min(TIME_LIMIT_S, SHARE * options.limit_s)
+def until(options: Options, search: Deadline) -> Deadline:
+    """The end of the explanation.
+
+    Args:
+      options: the options of the search.
+      search: the end of the search, which may be over.
+    """
+    begin_s = min(search.clock.now_s, search.end_s)
+    return Deadline(search.clock, begin_s + min(TIME_LIMIT_S, SHARE * options.limit_s))
 
 
 PEAK_SHARE = 0.4
@@ -105,7 +111,7 @@ def smallest_peak(tried: Sequence[MeshProblem], options: Options, deadline: Dead
         on_mesh = tried[n]
         if best and best.peak.num_bytes <= CLOSE_TO_FLOOR * least[n]:
             break
-        if best and deadline.is_over:
+        if (best or contradictory) and deadline.is_over:
             untried.append(format_mesh(on_mesh.shape))
             continue
         try:
@@ -115,7 +121,7 @@ def smallest_peak(tried: Sequence[MeshProblem], options: Options, deadline: Dead
             continue
         if not best or peak.num_bytes < best.peak.num_bytes:
             best = Smallest(on_mesh, labels, peak, min(least.values()), ())
-    if not best and all(contradictory):
+    if not best and not untried and all(contradictory):
         raise InfeasibleError("the pins contradict one another: no plan keeps them all. Remove one")
     return replace(best, untried=tuple(untried)) if best else None
 
@@ -161,6 +167,8 @@ def explain(
         sentences.append(f"Not found out in the time that this took: {', '.join(untried)}.")
     if also_tried:
         sentences.append(also_tried)
+    if options.time_limit_s is not None and not is_proven:
+        sentences.append("A longer search (time_limit_s) may find a plan.")
     if options.remat != "never":
         sentences += uncut_loops(step_problem.traced)
     if options.remat == "never" and forbidden_s is None:

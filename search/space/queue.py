@@ -15,8 +15,8 @@ its variants join the queue, and the search may take a quarter longer.
 The candidate with the least estimated time has the next turn (`search.space.candidates`). Before there is a good
 plan, recomputation that saves enough by itself comes first. If no estimate is below the best plan, its step and those
 of earlier best plans have turns on other meshes. The queue ends if those promise nothing either, or if time is over.
-Without a good plan it has as long again for each form of the step. If there is none at all, the fastest candidate
-that seems to fit then comes first, or else the one with the least memory, which also has the last turns.
+Without a good plan it has as long again for each form of the step, or the second half of the time that the user allows.
+If there is none at all, the fastest candidate that seems to fit then comes first, or else the one with the least memory.
 
 If the compiler finds that a plan needs more than it may, the search goes on under a lower cap (`Queue.under`).
 """
@@ -33,6 +33,7 @@ from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.mesh_problem import ROUNDING, MeshProblem
 from autoshard.search.options import LATEST, OFFLOADED, Options, Progress, named_axes
 from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
+from autoshard.search.space import infeasible
 from autoshard.search.space.candidates import (
     Candidate,
     OfForm,
@@ -59,9 +60,6 @@ MAX_MICROBATCHES = 64
 POOR = 2.0
 """A plan that takes more than this multiple of a candidate's estimate is as good as none. Source: a choice of ours;
 estimates err by 10 to 30%."""
-
-TURNS_TO_A_PLAN = 5
-"""Turns from a variant to a plan. Derived: one of the variant, three of a mesh, and one of a rewrite."""
 
 MAX_FINER = 2
 """Number of meshes of three axes on which the best plan's step is tried if there are examples for all devices. Source: of up
@@ -125,12 +123,14 @@ class Queue:
         Raises:
           InfeasibleError: it does not fit.
         """
-        refused = list[InfeasibleError]()
-        for one in self._searches:
+        refused, searches = list[InfeasibleError](), self._searches
+        deadline = infeasible.until(self.options, self.trials.deadline)
+        for n, one in enumerate(searches):
+            share = deadline.share(1 / (len(searches) - n))
+            rewrites = [rewrite for solved in one.solved for rewrite in solved.rewrites]
+            known = one.trials, one.certificate.first, one.misfits, rewrites, not one.open
             try:
-                return plan_of_smallest_peak(
-                    one.trials, one.certificate.first, one.misfits, one.tried, _found
-                )
+                return plan_of_smallest_peak(*known, one.tried, _found, share)
             except InfeasibleError as e:
                 refused.append(e)
         raise min(refused, key=lambda e: e.smallest_bytes)
@@ -191,25 +191,30 @@ class Queue:
                     one._meet_neighbours(self.best)
 
     def _turns(self) -> Iterator[tuple["Queue", Candidate]]:
-        """The candidates in the order of their turns, each with the search that it is a part of."""
-        while not self.trials.deadline.is_over and (candidate := self._most_promising()):
+        """The candidates in the order of their turns, each with the search that it is a part of. In the time besides, any
+        plan is looked for; if the user limits the time, that is the second half of it."""
+        while not self._is_late and (candidate := self._most_promising()):
             yield candidate
         if not self._has_good_plan and any(one.open for one in self._searches):
             self.trials.extend(len(self._searches))
             yield from self._turns_besides()
 
+    @property
+    def _is_late(self) -> bool:
+        """True if time is over, or half of a limit of the user's is without a good plan."""
+        deadline, limit_s = self.trials.deadline, self.options.time_limit_s
+        return deadline.is_over or (
+            limit_s is not None and deadline.left_s < limit_s / 2 and not self._has_good_plan
+        )
+
     def _turns_besides(self) -> Iterator[tuple["Queue", Candidate]]:
-        """The candidates that have turns in the time besides. If there is no plan after that, those of the least memory have
-        as many turns as lead to one."""
+        """The candidates that have turns in the time besides."""
         while not self.trials.deadline.is_over:
             cap_bytes = self.options.memory_bytes
             candidate = self._most_promising() if self.best else self._most_likely(cap_bytes)
             if candidate is None:
                 return
             yield candidate
-        for _ in range(TURNS_TO_A_PLAN):
-            if self.best is None and (candidate := self._most_likely()):
-                yield candidate
 
     @property
     def _has_good_plan(self) -> bool:
@@ -231,7 +236,7 @@ class Queue:
         saves_enough = isinstance(candidate, OfRewrite) and candidate.saves_enough
         return not saves_enough, max(candidate.estimate_s, self.floor_s), candidate.least_bytes
 
-    def _most_likely(self, enough_bytes: float = 0.0) -> tuple["Queue", Candidate] | None:
+    def _most_likely(self, enough_bytes: float) -> tuple["Queue", Candidate] | None:
         """The candidate that most likely leads to a plan, with its search; None if there is none.
 
         It is the fastest one whose estimated memory is enough, or else the one of the least memory. A rewrite comes before

@@ -186,7 +186,10 @@ class Trials:
         return self.options.may_offload_residuals and self.cluster.host_bytes_per_node > 0
 
     def extend(self, times: float) -> None:
-        """Gives the search this multiple of its time limit more, besides the time that is left."""
+        """Gives the search this multiple of its time limit more, besides the time that is left, unless the user sets the
+        limit."""
+        if self.options.time_limit_s is not None:
+            return
         left_s = self.deadline.left_s + times * self.options.limit_s
         self.shared.deadline = Deadline.after(left_s, self.clock)
 

@@ -160,6 +160,18 @@ def test_of_meshes_that_were_not_asked_nothing_is_claimed(monkeypatch):
     assert "Not found out in the time that this took: a smaller peak on mesh 2x2" in message
 
 
+def test_without_time_one_mesh_is_asked_and_pins_are_not_said_to_contradict(monkeypatch):
+    asked = list[tuple[int, ...]]()
+
+    def smallest_peak(on_mesh, kept, time_limit_s):
+        asked.append(on_mesh.shape)
+        raise NoFitError("nothing", bound_s=inf)
+
+    monkeypatch.setattr(MeshProblem, "smallest_peak", smallest_peak)
+    assert smallest(options(1, pins=PINNED), time_s=0.0) is None
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("bounds_s", [(inf, inf), (inf, 1.0)])
 def test_pins_contradict_one_another_only_where_that_is_proven_on_every_mesh(monkeypatch, bounds_s):
     left = list(bounds_s)

@@ -11,7 +11,7 @@ from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace
 from autoshard.search.mesh_problem import Known
 from autoshard.search.options import Options
-from autoshard.search.solver.clock import WorkClock
+from autoshard.search.solver.clock import Deadline, WorkClock
 from autoshard.search.space.candidates import (
     AGAIN,
     OfForm,
@@ -22,7 +22,7 @@ from autoshard.search.space.candidates import (
 )
 from autoshard.search.space.certificate import Certificate
 from autoshard.search.space.found import Found
-from autoshard.search.space.queue import POOR, TURNS_TO_A_PLAN, Queue
+from autoshard.search.space.queue import POOR, Queue
 from autoshard.search.space.rewrites import Rewrite, UncappedSolution
 from autoshard.search.space.trials import Trials
 from autoshard.search.space.variants import MISSES_BY, Variant
@@ -103,8 +103,26 @@ def test_without_a_plan_the_fastest_that_seems_to_fit_comes_first_in_the_time_be
     every = [(str(n), float(n), 2.0 * GIB - n if n % 2 else 100.0) for n in range(40)]
     taken = turns(search, *every)
     assert taken[:15] == [str(n) for n in range(15)]
-    assert taken[15:] == [str(n) for n in (*range(16, 40, 2), 39, 37, 35, *range(33, 23, -2))]
-    assert search.trials.clock.now_s == 30.0 + TURNS_TO_A_PLAN
+    assert taken[15:] == [str(n) for n in (*range(16, 40, 2), 39, 37, 35)]
+    assert search.trials.clock.now_s == 30.0
+
+
+def test_a_limit_of_the_users_holds_without_a_plan_whose_search_begins_in_the_second_half():
+    search, clock = queue(time_limit_s=20.0), WorkClock()
+    search.trials.clock = clock
+    search.trials.shared.deadline = Deadline.after(20.0, clock)
+    every = [(str(n), float(n), 2.0 * GIB - n if n % 2 else 100.0) for n in range(60)]
+    taken = turns(search, *every)
+    assert taken == [str(n) for n in (*range(11), *range(12, 30, 2))]
+    search.trials.extend(1.0)
+    assert search.trials.deadline.is_over
+
+
+def test_a_good_plan_leaves_the_limit_of_the_users_as_it_is():
+    search, clock = queue(time_limit_s=20.0), WorkClock()
+    search.trials.clock, search.trials.shared.best = clock, plan(1.5)
+    search.trials.shared.deadline = Deadline.after(20.0, clock)
+    assert turns(search, *((str(n), 1.0 + n / 100) for n in range(30))) == [str(n) for n in range(20)]
 
 
 def test_of_the_same_memory_rewrites_come_before_what_is_not_rewritten_yet(monkeypatch):
@@ -116,7 +134,7 @@ def test_of_the_same_memory_rewrites_come_before_what_is_not_rewritten_yet(monke
     search.trials._nearest[STEP, frozenset()] = SimpleNamespace(peak=SimpleNamespace(num_bytes=2.0 * GIB))
     search.open = [other, small, most]
     assert other.least_bytes == most.least_bytes < small.least_bytes
-    assert search._most_likely() == (search, most)
+    assert search._most_likely(GIB) == (search, most)
 
 
 def test_under_a_lower_cap_what_was_expected_to_be_faster_than_the_plan_before_is_ordered_by_its_memory():
