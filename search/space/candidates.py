@@ -5,8 +5,8 @@ save the rest. The estimate takes a lower bound on their time. A result that is 
 its error for each of these bytes: half of the way, because neighbouring estimates differ by less than their error. A plan
 that is faster than its corrected estimate lowers them again.
 
-If a rewrite misses the cap before there is a plan, others have to save as many bytes more. The one that saves most has a
-turn in any case.
+If a rewrite misses the cap before there is a plan, others have to save as many bytes more until there is one. The one that
+saves most has a turn in any case.
 """
 
 import math
@@ -212,8 +212,10 @@ class SolvedVariant:
         return RESIDUAL_PASSES * pass_s_per_byte(self.trials.cluster.device) * num_bytes
 
     def seems_to_fit(self, rewrite: "OfRewrite") -> bool:
-        """True if a rewrite saves enough to keep to the cap, by the misses so far, or if none saves more."""
-        return rewrite.spare_bytes >= min(self.enough_bytes, self.most_bytes)
+        """True if a rewrite saves enough to keep to the cap, by the misses so far, or if none saves more. Once there is a
+        plan, no rewrite is left out."""
+        has_plan = self.trials.best is not None
+        return has_plan or rewrite.spare_bytes >= min(self.enough_bytes, self.most_bytes)
 
 
 @dataclass(eq=False)

@@ -223,15 +223,23 @@ def test_the_rewrite_that_saves_most_has_a_turn_in_any_case(monkeypatch):
     assert (less.estimate_s, most.estimate_s) == (math.inf, 1.0)
 
 
-@pytest.mark.parametrize(("plan_s", "is_first"), [(math.inf, True), (2.01, True), (1.99, False)])
-def test_recomputation_that_saves_enough_comes_first_until_there_is_a_good_plan(
-    monkeypatch, plan_s, is_first
-):
+def test_a_plan_brings_back_the_rewrites_that_a_miss_ruled_out(monkeypatch):
+    """Strategies for one that saves less may be faster than the plan."""
+    search = queue()
+    first, less, most = rewrites(search, monkeypatch, 20, 15, 60, found=[(0.5, GIB + 20.0)])
+    first.take(1.0)
+    assert (less.estimate_s, most.estimate_s) == (math.inf, 1.0)
+    search.trials.shared.best = plan(1.5)
+    assert less.estimate_s == 1.0
+
+
+@pytest.mark.parametrize(("plan_s", "is_first"), [(math.inf, True), (100.0, False)])
+def test_recomputation_that_saves_enough_comes_first_until_there_is_a_plan(monkeypatch, plan_s, is_first):
     search = queue()
     fast, enough = search.open = rewrites(search, monkeypatch, 5, 10)
     enough.rewrite = replace(enough.rewrite, cost_s=1.5)
     if plan_s < math.inf:
-        search.trials.shared.best = plan(0.5 * POOR * plan_s)
+        search.trials.shared.best = plan(plan_s)
     assert search._most_promising() == (search, enough if is_first else fast)
 
 
