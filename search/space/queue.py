@@ -210,8 +210,7 @@ class Queue:
     def _turns_besides(self) -> Iterator[tuple["Queue", Candidate]]:
         """The candidates that have turns in the time besides."""
         while not self.trials.deadline.is_over:
-            cap_bytes = self.options.memory_bytes
-            candidate = self._most_promising() if self.best else self._most_likely(cap_bytes)
+            candidate = self._most_promising() if self.best else self._most_likely()
             if candidate is None:
                 return
             yield candidate
@@ -236,19 +235,16 @@ class Queue:
         saves_enough = isinstance(candidate, OfRewrite) and candidate.saves_enough
         return not saves_enough, max(candidate.estimate_s, self.floor_s), candidate.least_bytes
 
-    def _most_likely(self, enough_bytes: float) -> tuple["Queue", Candidate] | None:
+    def _most_likely(self) -> tuple["Queue", Candidate] | None:
         """The candidate that most likely leads to a plan, with its search; None if there is none.
 
         It is the fastest one whose estimated memory is enough, or else the one of the least memory. A rewrite comes before
         its mesh.
-
-        Args:
-          enough_bytes: memory per device that is enough.
         """
 
         def key(one: tuple[Queue, Candidate]) -> tuple[bool, float, bool, float]:
             estimate_s, least_bytes = one[1].estimate_s, one[1].least_bytes
-            if least_bytes <= enough_bytes and estimate_s < math.inf:
+            if least_bytes <= self.options.memory_bytes and estimate_s < math.inf:
                 return False, estimate_s, False, least_bytes
             return True, least_bytes, not isinstance(one[1], OfRewrite), estimate_s
 

@@ -134,7 +134,7 @@ def test_of_the_same_memory_rewrites_come_before_what_is_not_rewritten_yet(monke
     search.trials._nearest[STEP, frozenset()] = SimpleNamespace(peak=SimpleNamespace(num_bytes=2.0 * GIB))
     search.open = [other, small, most]
     assert other.least_bytes == most.least_bytes < small.least_bytes
-    assert search._most_likely(GIB) == (search, most)
+    assert search._most_likely() == (search, most)
 
 
 def test_under_a_lower_cap_what_was_expected_to_be_faster_than_the_plan_before_is_ordered_by_its_memory():
