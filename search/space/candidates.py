@@ -225,7 +225,6 @@ class OnMesh:
     Attributes:
       solved: the variant, solved without a cap on some mesh.
       shape: the mesh.
-      on_mesh: its problem there, once it is made.
       uncapped: its fastest strategies there, once they are known.
       is_bounded: whether the step without a rewrite has a lower bound under the cap.
       missing_bytes: bytes that rewrites must save, once they are estimated.
@@ -235,7 +234,6 @@ class OnMesh:
 
     solved: SolvedVariant
     shape: tuple[int, ...]
-    on_mesh: MeshProblem | None = None
     uncapped: UncappedSolution | None = None
     is_bounded: bool = False
     missing_bytes: float = 0.0
@@ -260,9 +258,8 @@ class OnMesh:
     def take(self, limit_s: float) -> Iterable[Candidate]:
         """The first turn solves it without a cap, if that was not done yet; the second one finds a bound under the cap; the
         third one estimates rewrites."""
-        trials, baseline = self.solved.trials, self.solved.baseline
+        trials, baseline, on_mesh = self.solved.trials, self.solved.baseline, self.on_mesh
         step_problem = baseline.step_problem
-        self.on_mesh = on_mesh = self.on_mesh or trials.put_on(step_problem, self.shape)
         deadline = Deadline.after(limit_s, trials.clock)
         if self.uncapped is None:
             known = self.solved.known(on_mesh)
@@ -277,20 +274,24 @@ class OnMesh:
             self.is_bounded = True
             self.missing_bytes = self.uncapped.peak_bytes - cap_bytes
             unchanged = Rewrite(self.uncapped, frozenset(), bound_s, 0.0, 0.0)
-            return [self, OfRewrite(self, on_mesh, unchanged)] if bound_s < trials.least_s else [self]
+            return [self, OfRewrite(self, unchanged)] if bound_s < trials.least_s else [self]
         estimates = Estimates(
             step_problem, self.uncapped, trials.pins, options.memory_bytes, self._curve, deadline
         )
         found = estimates.rewrites(options.may_recompute, trials.may_offload_residuals)
-        rewrites = [OfRewrite(self, on_mesh, one.of_traced(step_problem)) for one in found]
+        rewrites = [OfRewrite(self, one.of_traced(step_problem)) for one in found]
         self.missing_bytes, self.solved.is_estimated = estimates.missing_bytes, True
         self.solved.rewrites += rewrites
         return rewrites
 
+    @property
+    def on_mesh(self) -> MeshProblem:
+        """Its problem there."""
+        return self.solved.trials.put_on(self.solved.baseline.step_problem, self.shape)
+
     @cached_property
     def _curve(self) -> CapCurve:
         """Lower bounds on the step without a rewrite, under every cap."""
-        assert self.on_mesh is not None, "the problem was made"
         return self.on_mesh.cap_curve(self.on_mesh.pinned(self.solved.trials.pins), ESTIMATE_GAP)
 
 
@@ -300,14 +301,12 @@ class OfRewrite:
 
     Attributes:
       mesh: the variant on the mesh.
-      on_mesh: its problem there.
       rewrite: the ops to recompute and the residuals to offload, if any.
       num_turns: number of turns that found no plan.
       later_s: the estimate after these.
     """
 
     mesh: OnMesh
-    on_mesh: MeshProblem
     rewrite: Rewrite
     num_turns: int = 0
     later_s: float = math.inf
@@ -394,7 +393,7 @@ class OfRewrite:
         """The step with the rewrite, on its mesh."""
         rewrite, trials, baseline = self.rewrite, self.mesh.solved.trials, self.mesh.solved.baseline
         if not rewrite.sites and not rewrite.offloaded_sites:
-            return baseline.step_problem, self.on_mesh
+            return baseline.step_problem, self.mesh.on_mesh
         step_problem = trials.recomputing(baseline.step_problem, rewrite.sites, rewrite.offloaded_sites)
         trials.gains_s[step_problem] = max(-rewrite.more_s, trials.gains_s.get(step_problem, 0.0))
         return step_problem, trials.put_on(step_problem, rewrite.shape)

@@ -401,7 +401,7 @@ class Queue:
         self.solved.append(solved)
         known = {one.on_mesh: one for one in uncapped}
         others = [*(one for one in baseline.deferred if one not in known), *others]
-        return [OnMesh(solved, one.shape, one, known.get(one)) for one in (*known, *others)]
+        return [OnMesh(solved, one.shape, known.get(one)) for one in (*known, *others)]
 
     def _learn(self) -> None:
         """Corrects the estimates of variants by the results so far."""

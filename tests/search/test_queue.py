@@ -184,7 +184,7 @@ def rewrites(search, monkeypatch, *savings, found=()):
     mesh = OnMesh(solved(search), (8, 8), missing_bytes=10.0)
     uncapped = UncappedSolution(on_mesh, (), 1.0)
     mesh.solved.rewrites = [
-        OfRewrite(mesh, on_mesh, Rewrite(uncapped, frozenset({(n,)}), 1.0, 0.0, float(saved)))
+        OfRewrite(mesh, Rewrite(uncapped, frozenset({(n,)}), 1.0, 0.0, float(saved)))
         for n, saved in enumerate(savings)
     ]
     results = iter(found)
@@ -335,7 +335,7 @@ def test_another_mesh_is_expected_to_need_what_saves_as_much_on_the_first_one(mo
     )
     held = SimpleNamespace(peak=lambda labels: SimpleNamespace(num_bytes=GIB + 50.0))
     uncapped = UncappedSolution(SimpleNamespace(memory=held), (), 1.0)
-    other = OnMesh(of_variant, (64,), None, uncapped)
+    other = OnMesh(of_variant, (64,), uncapped)
     of_variant.residuals_s = lambda num_bytes: 0.0
     assert other.estimate_s == 1.0  # nothing is estimated yet
     of_variant.is_estimated = True
@@ -412,7 +412,7 @@ def test_recomputation_may_be_faster_than_a_plan_though_nothing_is_missing():
     search = queue()
     held = SimpleNamespace(peak=lambda labels: SimpleNamespace(num_bytes=1e9))
     uncapped = UncappedSolution(SimpleNamespace(memory=held), (), 1.0)
-    on_mesh = OnMesh(solved(search), (64,), None, uncapped)
+    on_mesh = OnMesh(solved(search), (64,), uncapped)
     assert on_mesh.estimate_s == 1.0
     search.trials.shared.best = plan(1.0)
     assert on_mesh.estimate_s < 1.0
