@@ -4,9 +4,10 @@ The smallest peak over all meshes tells how far off the cap is, where the peak l
 each single relaxation of the request is tried: a higher cap, no pin, another mesh, more devices. A relaxation with a
 plan on any of its meshes is listed with that plan's step time, which a longer search may lower.
 
-All this takes `TIME_LIMIT_S`, or `SHARE` of the search's time if that is less. Each part has a share of the time that the
-parts before it left. A mesh that must hold more than the cap in any case (`Memory.least_bytes`) is neither priced nor
-solved. The message names the parts for which there was no time, and claims nothing else about them.
+All this takes `TIME_LIMIT_S`, or `SHARE` of the search's time if that is less, from the end of that time on. Each part has
+a share of the time that the parts before it left. A mesh that must hold more than the cap in any case
+(`Memory.least_bytes`) is neither priced nor solved. The message names the parts for which there was no time, and claims
+nothing else about them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
