@@ -107,7 +107,7 @@ def test_without_a_plan_the_fastest_that_seems_to_fit_comes_first_in_the_time_be
     assert search.trials.clock.now_s == 30.0
 
 
-def test_a_limit_of_the_users_holds_without_a_plan_whose_search_begins_in_the_second_half():
+def test_a_users_limit_holds_without_a_plan():
     search, clock = queue(time_limit_s=20.0), WorkClock()
     search.trials.clock = clock
     search.trials.shared.deadline = Deadline.after(20.0, clock)
@@ -118,7 +118,7 @@ def test_a_limit_of_the_users_holds_without_a_plan_whose_search_begins_in_the_se
     assert search.trials.deadline.is_over
 
 
-def test_a_good_plan_leaves_the_limit_of_the_users_as_it_is():
+def test_a_users_limit_is_used_up_with_a_good_plan():
     search, clock = queue(time_limit_s=20.0), WorkClock()
     search.trials.clock, search.trials.shared.best = clock, plan(1.5)
     search.trials.shared.deadline = Deadline.after(20.0, clock)

@@ -1,4 +1,7 @@
-"""What several trials of one step share."""
+"""The state that several trials of one step share."""
+
+import gc
+import weakref
 
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.ir.graph import Phase
@@ -30,3 +33,16 @@ def test_what_recomputes_has_on_the_host_what_the_plain_step_has():
     tried = trials()
     baseline = tried.made_ready(STEP, frozenset({0}))
     assert tried.recomputing(baseline, FORWARD[0], frozenset()).hosted == {0}
+
+
+def test_a_step_is_put_on_a_mesh_once_under_lower_caps_too_and_forgotten_with_the_step():
+    tried = trials()
+    baseline = tried.made_ready(STEP)
+    on_mesh = tried.put_on(baseline, (2,))
+    lower = tried.under(Options(1 << 20), lambda line: None)
+    assert tried.put_on(baseline, (2,)) is lower.put_on(baseline, (2,)) is on_mesh
+    assert tried.put_on(tried.made_ready(STEP), (2,)) is not on_mesh
+    left = weakref.ref(on_mesh)
+    del baseline, on_mesh
+    gc.collect()
+    assert left() is None
