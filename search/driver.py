@@ -107,7 +107,7 @@ def _find_forms(
         return few
     if has_short:
         progress("all layers")
-    left = options.until(deadline) if few or options.time_limit_s is not None else options
+    left = options.until(deadline) if few or options.is_limited else options
     own = [one for one in forms if few is None or one.attention == few.plan.attention]
     whole = [replace(one, short=None) for one in own]
     return _faster(few, refused, partial(_found, whole, cluster, left, progress, watch))

@@ -93,6 +93,11 @@ class Options:
         return self.nominal_s if self.time_limit_s is None else self.time_limit_s
 
     @property
+    def is_limited(self) -> bool:
+        """True if the user limits the time."""
+        return self.time_limit_s is not None
+
+    @property
     def may_recompute(self) -> bool:
         """True if the search may recompute ops."""
         return self.remat != "never"
@@ -108,13 +113,13 @@ class Options:
         Such a search has `LEAST_SHARE` of the limit in any case.
         """
         left_s = max(deadline.left_s, LEAST_SHARE * self.limit_s)
-        if self.time_limit_s is None:
-            return replace(self, nominal_s=left_s, clock=deadline.clock)
-        return replace(self, time_limit_s=left_s, clock=deadline.clock)
+        if self.is_limited:
+            return replace(self, time_limit_s=left_s, clock=deadline.clock)
+        return replace(self, nominal_s=left_s, clock=deadline.clock)
 
     def new_clock(self) -> SearchClock:
         """The clock of a search."""
-        return self.clock or (WorkClock() if self.time_limit_s is None else PROCESSOR)
+        return self.clock or (PROCESSOR if self.is_limited else WorkClock())
 
 
 def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:

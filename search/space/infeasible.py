@@ -168,7 +168,7 @@ def explain(
         sentences.append(f"Not found out in the time that this took: {', '.join(untried)}.")
     if also_tried:
         sentences.append(also_tried)
-    if options.time_limit_s is not None and not is_proven:
+    if options.is_limited and not is_proven:
         sentences.append("A longer search (time_limit_s) may find a plan.")
     if options.remat != "never":
         sentences += uncut_loops(step_problem.traced)

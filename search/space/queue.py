@@ -202,10 +202,9 @@ class Queue:
     @property
     def _is_late(self) -> bool:
         """True if time is over, or half of a limit of the user's is without a good plan."""
-        deadline, limit_s = self.trials.deadline, self.options.time_limit_s
-        return deadline.is_over or (
-            limit_s is not None and deadline.left_s < limit_s / 2 and not self._has_good_plan
-        )
+        deadline, options = self.trials.deadline, self.options
+        is_half_over = options.is_limited and deadline.left_s < options.limit_s / 2
+        return deadline.is_over or (is_half_over and not self._has_good_plan)
 
     def _turns_besides(self) -> Iterator[tuple["Queue", Candidate]]:
         """The candidates that have turns in the time besides."""

@@ -188,7 +188,7 @@ class Trials:
     def extend(self, times: float) -> None:
         """Gives the search this multiple of its time limit more, besides the time that is left, unless the user sets the
         limit."""
-        if self.options.time_limit_s is not None:
+        if self.options.is_limited:
             return
         left_s = self.deadline.left_s + times * self.options.limit_s
         self.shared.deadline = Deadline.after(left_s, self.clock)
