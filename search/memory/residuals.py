@@ -31,6 +31,7 @@ from autoshard.search.memory.loop_pairs import loop_pairs
 from autoshard.search.memory.loop_segments import LoopSegments, cut_loop, obstacle, segments_site
 from autoshard.search.memory.min_cut import Recomputation, cheapest
 from autoshard.search.memory.passes import Passes
+from autoshard.search.memory.peak_left import first_reads, last_reads
 from autoshard.search.memory.segment_lengths import LoopCut
 from autoshard.search.memory.segments import segments
 from autoshard.search.problem.costs import CostedGraph
@@ -543,25 +544,11 @@ class _Reader:
 
     @cached_property
     def _last_forward(self) -> dict[int, int]:
-        """By stored value, the position of its last read in the forward phase, including reads by ops computed on the
-        fly."""
-        reads = self._reads(Phase.FORWARD)
-        return {v: at for at, v in reads}
+        return last_reads(self.program, self.fusion, Phase.FORWARD)
 
     @cached_property
     def _first_backward(self) -> dict[int, int]:
-        """By stored value, the position of its first read in the backward phase."""
-        return {v: at for at, v in reversed(self._reads(Phase.BACKWARD))}
-
-    def _reads(self, phase: Phase) -> list[tuple[int, int]]:
-        """The reads of stored values in one phase, as (position, value), in program order."""
-        return [
-            (at, v)
-            for at, op in enumerate(self.program.ops)
-            if op.phase is phase and op.name not in ("input", "output")
-            for operand in op.operands
-            for v in self.fusion.sources[operand]
-        ]
+        return first_reads(self.program, self.fusion, Phase.BACKWARD)
 
     @cached_property
     def _made_before(self) -> np.ndarray:

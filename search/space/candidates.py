@@ -324,11 +324,11 @@ class OfRewrite:
 
     @property
     def saves_enough(self) -> bool:
-        """True if the fastest strategies seem to keep to the cap with this recomputation, and were not tried yet. To offload
-        as much may be far slower than other strategies."""
-        if self.num_turns or self.rewrite.offloads or self.estimate_s == math.inf:
+        """True if the fastest strategies seem to keep to the cap with this rewrite, and were not tried yet."""
+        if self.num_turns or self.estimate_s == math.inf:
             return False
-        return self.spare_bytes >= max(0.0, self.mesh.solved.enough_bytes)
+        keeps_to_cap = self.rewrite.relief_bytes >= self.mesh.missing_bytes
+        return keeps_to_cap and self.spare_bytes >= self.mesh.solved.enough_bytes
 
     @property
     def estimate_s(self) -> float:

@@ -13,7 +13,7 @@ A step with attention has two forms (`search.space.long_sequences`). The second 
 its variants join the queue, and the search may take a quarter longer.
 
 The candidate with the least estimated time has the next turn (`search.space.candidates`). Before there is a plan,
-recomputation that saves enough by itself comes first. If no estimate is below the best plan, its step and those
+a rewrite that saves enough by itself comes first. If no estimate is below the best plan, its step and those
 of earlier best plans have turns on other meshes. The queue ends if those promise nothing either, or if time is over.
 Without a good plan it has as long again for each form of the step, or the second half of the time that the user allows.
 If there is none at all, the fastest candidate that seems to fit then comes first, or else the one with the least memory.
@@ -229,7 +229,7 @@ class Queue:
         return min(promising, key=lambda one: (_rank(one[1]), one[1].estimate_s), default=None)
 
     def _urgency(self, candidate: Candidate) -> tuple[float, ...]:
-        """The key by which candidates are ordered if there is no plan, the next one first. Recomputation that saves
+        """The key by which candidates are ordered if there is no plan, the next one first. A rewrite that saves
         enough is a plan soon; others may be faster, but the solver must find strategies that hold less."""
         saves_enough = isinstance(candidate, OfRewrite) and candidate.saves_enough
         return not saves_enough, max(candidate.estimate_s, self.floor_s), candidate.least_bytes

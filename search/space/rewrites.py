@@ -27,6 +27,8 @@ import numpy as np
 from autoshard.search.ir.graph import Site
 from autoshard.search.memory.fetches import WINDOW
 from autoshard.search.memory.loop_offload import may_leave_loop
+from autoshard.search.memory.loop_segments import cut_loop
+from autoshard.search.memory.peak_left import PeakLeft
 from autoshard.search.memory.residuals import residuals
 from autoshard.search.memory.trade_offs import Choice, trade_offs
 from autoshard.search.mesh_problem import NO_CAP, UNKNOWN, Known, MeshProblem
@@ -93,7 +95,8 @@ class Rewrite:
       sites: the ops to recompute.
       cost_s: estimated seconds of computation and communication; infinite if nothing seemed to fit.
       more_s: seconds of recomputation in the estimate.
-      saved_bytes: bytes that no longer stay on the device.
+      saved_bytes: bytes that no longer stay on the device for the backward phase.
+      relief_bytes: bytes by which the peak in program order falls, at most, under the strategies of the estimate.
       offloaded_sites: ops whose results are offloaded to the host.
     """
 
@@ -102,6 +105,7 @@ class Rewrite:
     cost_s: float
     more_s: float
     saved_bytes: float
+    relief_bytes: float = 0.0
     offloaded_sites: frozenset[Site] = frozenset()
 
     @property
@@ -165,6 +169,7 @@ class Estimates:
         self.parts = residuals(
             self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.uncapped.labels
         )
+        self.left = PeakLeft(self.on_mesh.memory, step_problem.live_ranges.fusion, self.uncapped.labels)
         self.on_mesh.clock.spend(OP_S * len(step_problem.graph.folded.program.ops))
         self.all_bytes = self._with_margin(sum(part.all_bytes for part in self.parts))
         self.baseline_s = sum(part.seconds(frozenset()) for part in self.parts)
@@ -223,7 +228,9 @@ class Estimates:
             if choice.sites not in self.seen:
                 self.seen.add(choice.sites)
                 saved_bytes, more_s = self._saved_bytes(choice), choice.seconds - self.baseline_s
-                yield Rewrite(self.uncapped, choice.sites, self.uncapped.cost_s + more_s, more_s, saved_bytes)
+                cost_s = self.uncapped.cost_s + more_s
+                relief_bytes = self._relief_bytes(choice.sites, saved_bytes)
+                yield Rewrite(self.uncapped, choice.sites, cost_s, more_s, saved_bytes, relief_bytes)
 
     def _hardly_enough(self) -> Iterator[Choice]:
         """Choices between the first trade-off that saves enough and the one before it. Other strategies save the rest."""
@@ -247,6 +254,13 @@ class Estimates:
 
     def _saved_bytes(self, choice: Choice) -> float:
         return self.all_bytes - choice.kept_bytes
+
+    def _relief_bytes(self, sites: frozenset[Site], saved_bytes: float) -> float:
+        """Bytes by which the peak falls, at most, if the results at these sites are not kept. The iterations of a loop that
+        is cut into segments are not told apart: there it is all that is saved."""
+        if any(segments for _, segments in map(cut_loop, sites)):
+            return saved_bytes
+        return min(saved_bytes, self.in_order_bytes - self.left.num_bytes(sites))
 
     def _with_margin(self, num_bytes: float) -> float:
         """Bytes of residuals, as the memory counts them."""
@@ -281,9 +295,10 @@ class Estimates:
             *(part.recomputed_with(sites, frozenset(offloaded_sites)) for part in self.parts)
         )
         fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
-        yield Rewrite(
-            self.uncapped, again, fits_s, recompute_s, saved_bytes + moved_bytes, frozenset(offloaded_sites)
-        )
+        saved_bytes += moved_bytes
+        relief_bytes = self._relief_bytes(again | offloaded_sites, saved_bytes)
+        moved = frozenset(offloaded_sites)
+        yield Rewrite(self.uncapped, again, fits_s, recompute_s, saved_bytes, relief_bytes, moved)
 
     def _worth_offloading(self, sites: frozenset[Site]) -> list[tuple[Site, float, float]]:
         """The kept residuals that may be offloaded, each with its bytes and those of one copy. Those from which no value is

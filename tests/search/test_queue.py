@@ -184,7 +184,7 @@ def rewrites(search, monkeypatch, *savings, found=()):
     mesh = OnMesh(solved(search), (8, 8), missing_bytes=10.0)
     uncapped = UncappedSolution(on_mesh, (), 1.0)
     mesh.solved.rewrites = [
-        OfRewrite(mesh, Rewrite(uncapped, frozenset({(n,)}), 1.0, 0.0, float(saved)))
+        OfRewrite(mesh, Rewrite(uncapped, frozenset({(n,)}), 1.0, 0.0, float(saved), float(saved)))
         for n, saved in enumerate(savings)
     ]
     results = iter(found)
@@ -234,7 +234,7 @@ def test_a_plan_brings_back_the_rewrites_that_a_miss_ruled_out(monkeypatch):
 
 
 @pytest.mark.parametrize(("plan_s", "is_first"), [(math.inf, True), (100.0, False)])
-def test_recomputation_that_saves_enough_comes_first_until_there_is_a_plan(monkeypatch, plan_s, is_first):
+def test_a_rewrite_that_saves_enough_comes_first_until_there_is_a_plan(monkeypatch, plan_s, is_first):
     search = queue()
     fast, enough = search.open = rewrites(search, monkeypatch, 5, 10)
     enough.rewrite = replace(enough.rewrite, cost_s=1.5)
@@ -243,10 +243,10 @@ def test_recomputation_that_saves_enough_comes_first_until_there_is_a_plan(monke
     assert search._most_promising() == (search, enough if is_first else fast)
 
 
-def test_offloading_does_not_come_first(monkeypatch):
+def test_a_rewrite_that_leaves_another_moment_over_the_cap_does_not_come_first(monkeypatch):
     search = queue()
-    fast, enough = search.open = rewrites(search, monkeypatch, 5, 10)
-    enough.rewrite = replace(enough.rewrite, cost_s=2.0, offloaded_sites=frozenset({(9,)}))
+    fast, elsewhere = search.open = rewrites(search, monkeypatch, 5, 10)
+    elsewhere.rewrite = replace(elsewhere.rewrite, cost_s=1.5, relief_bytes=9.0)
     assert search._most_promising() == (search, fast)
 
 
@@ -340,7 +340,7 @@ def test_another_mesh_is_expected_to_need_what_saves_as_much_on_the_first_one(mo
     assert other.estimate_s == 1.0  # nothing is estimated yet
     of_variant.is_estimated = True
     assert other.estimate_s == 1.2
-    two.rewrite = Rewrite(one.rewrite.uncapped, frozenset(), 1.35, 0.1, 60.0, frozenset({(0,)}))
+    two.rewrite = Rewrite(one.rewrite.uncapped, frozenset(), 1.35, 0.1, 60.0, 60.0, frozenset({(0,)}))
     assert other.estimate_s == 1.2  # to offload costs 0.35 s
     of_variant.rewrites = []
     assert other.estimate_s == math.inf
