@@ -49,7 +49,7 @@ from autoshard.search.space.found import Found
 from autoshard.search.space.host_arguments import HostArguments
 from autoshard.search.space.long_sequences import OtherForm
 from autoshard.search.space.rewrites import UncappedSolution
-from autoshard.search.space.smallest_peak import Misfit, plan_of_smallest_peak
+from autoshard.search.space.smallest_peak import Misfit, Unfitting
 from autoshard.search.space.trials import Baseline, Trials, turn_s
 from autoshard.search.space.variants import Saving, Variant, Variants
 from autoshard.search.step_problem import StepProblem
@@ -127,13 +127,19 @@ class Queue:
         deadline = infeasible.until(self.options, self.trials.deadline)
         for n, one in enumerate(searches):
             share = deadline.share(1 / (len(searches) - n))
-            rewrites = [rewrite for solved in one.solved for rewrite in solved.rewrites]
-            known = one.trials, one.certificate.first, one.misfits, rewrites, not one.open
             try:
-                return plan_of_smallest_peak(*known, one.tried, _found, share)
+                return one._unfitting.plan_of_smallest_peak(_found, share)
             except InfeasibleError as e:
                 refused.append(e)
         raise min(refused, key=lambda e: e.smallest_bytes)
+
+    @property
+    def _unfitting(self) -> Unfitting:
+        """The search for this form of the step, without a plan."""
+        rewrites = [rewrite for solved in self.solved for rewrite in solved.rewrites]
+        return Unfitting(
+            self.trials, self.certificate.first, self.misfits, rewrites, not self.open, self.tried
+        )
 
     @property
     def _searches(self) -> tuple["Queue", ...]:

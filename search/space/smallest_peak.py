@@ -24,95 +24,98 @@ class Misfit:
     on_meshes: Sequence[MeshProblem]
 
 
-def plan_of_smallest_peak(
-    trials: Trials,
-    first: Baseline,
-    misfits: Sequence[Misfit],
-    rewrites: Sequence[OfRewrite],
-    is_all: bool,
-    also_tried: str,
-    search: Callable[[Trials], Found | None],
-    deadline: Deadline,
-) -> Found:
-    """The plan of the smallest peak, if it fits after all: of the baseline, of the smallest step, or of all strategies that
-    the search met.
+@dataclass(frozen=True, eq=False)
+class Unfitting:
+    """A search for one form of the step that found no plan.
 
-    Args:
+    Attributes:
       trials: the trials of the search.
       first: the step as it is written.
       misfits: the variants of which nothing can fit.
       rewrites: the rewrites that were estimated.
       is_all: whether all candidates were tried.
       also_tried: a sentence on variants that were tried.
-      search: the best plan of other trials, if they find one.
-      deadline: the end of all trials.
-
-    Raises:
-      InfeasibleError: it does not fit. The message says how the cap or the request could change.
     """
-    trials.progress("no plan so far; looking for the smallest peak")
-    options, peaks = trials.options, dict[StepProblem, infeasible.Smallest]()
-    least = _smallest_step(trials, first, misfits, rewrites, deadline)
-    nearest = trials.nearest or _fastest(first, options.memory_bytes)
-    for one in dict.fromkeys((least, first.step_problem)):
-        if (peaks or nearest) and deadline.is_over:
-            break
-        if smallest := infeasible.smallest_peak(trials.on_all_meshes(one), options, deadline):
-            peaks[one] = smallest
-    best = min(peaks, key=lambda one: peaks[one].peak.num_bytes, default=least)
-    smallest = peaks.get(best)
-    if fitting := _fitting(trials, peaks):
-        trials.takes(fitting)
-        trials.watch.lap("solve")
-        return fitting
-    proven_s = trials.proven_s(best)
-    is_of_first = is_all and least is first.step_problem
-    is_proven = is_of_first and all(proven_s.get(shape) == math.inf for shape in trials.shapes)
-    if nearest and (smallest is None or nearest.peak.num_bytes < smallest.peak.num_bytes):
-        best, smallest = nearest.step_problem, infeasible.Smallest.of(nearest, smallest)
-    explain = partial(infeasible.explain, best, trials.cluster, options, smallest, is_proven, deadline)
-    raise explain(forbidden_s=_forbidden_s(trials, search, deadline.share(1 / 2)), also_tried=also_tried)
 
+    trials: Trials
+    first: Baseline
+    misfits: Sequence[Misfit]
+    rewrites: Sequence[OfRewrite]
+    is_all: bool
+    also_tried: str
 
-def _fastest(first: Baseline, cap_bytes: int) -> Found | None:
-    """The fastest strategies of a step without a cap."""
-    uncapped = next(iter(first.uncapped), None)
-    return uncapped and Found(first.step_problem, uncapped.on_mesh, uncapped.labels, cap_bytes)
+    def plan_of_smallest_peak(self, search: Callable[[Trials], Found | None], deadline: Deadline) -> Found:
+        """The plan of the smallest peak, if it fits after all: of the baseline, of the smallest step, or of all strategies
+        that the search met.
 
+        Args:
+          search: the best plan of other trials, if they find one.
+          deadline: the end of all trials.
 
-def _smallest_step(
-    trials: Trials,
-    first: Baseline,
-    misfits: Sequence[Misfit],
-    rewrites: Sequence[OfRewrite],
-    deadline: Deadline,
-) -> StepProblem:
-    """The step whose strategies came nearest to the cap. If there are none, the rewrite that seems to need least memory; or
-    else the smallest variant of which nothing can fit (or the step as it is written), with the most recomputation."""
-    if trials.nearest:
-        return trials.nearest.step_problem
-    if rewrites:
-        return min(rewrites, key=lambda one: one.least_bytes).problem[0]
-    misfits = misfits or [Misfit(first.step_problem, first.on_meshes)]
+        Raises:
+          InfeasibleError: it does not fit. The message says how the cap or the request could change.
+        """
+        trials, first = self.trials, self.first.step_problem
+        trials.progress("no plan so far; looking for the smallest peak")
+        options, peaks = trials.options, dict[StepProblem, infeasible.Smallest]()
+        least = self._smallest_step(deadline)
+        nearest = trials.nearest or self._fastest
+        for one in dict.fromkeys((least, first)):
+            if (peaks or nearest) and deadline.is_over:
+                break
+            if smallest := infeasible.smallest_peak(trials.on_all_meshes(one), options, deadline):
+                peaks[one] = smallest
+        best = min(peaks, key=lambda one: peaks[one].peak.num_bytes, default=least)
+        smallest = peaks.get(best)
+        if fitting := _fitting(trials, peaks):
+            trials.takes(fitting)
+            trials.watch.lap("solve")
+            return fitting
+        proven_s = trials.proven_s(best)
+        is_of_first = self.is_all and least is first
+        is_proven = is_of_first and all(proven_s.get(shape) == math.inf for shape in trials.shapes)
+        if nearest and (smallest is None or nearest.peak.num_bytes < smallest.peak.num_bytes):
+            best, smallest = nearest.step_problem, infeasible.Smallest.of(nearest, smallest)
+        explain = partial(infeasible.explain, best, trials.cluster, options, smallest, is_proven, deadline)
+        forbidden_s = _forbidden_s(trials, search, deadline.share(1 / 2))
+        raise explain(forbidden_s=forbidden_s, also_tried=self.also_tried)
 
-    def least_bytes(on_mesh: MeshProblem) -> float:
-        return floor_bytes(on_mesh.memory, on_mesh.pinned(trials.pins))
+    @property
+    def _fastest(self) -> Found | None:
+        """The fastest strategies of the step as it is written, without a cap."""
+        step_problem, cap_bytes = self.first.step_problem, self.trials.options.memory_bytes
+        uncapped = next(iter(self.first.uncapped), None)
+        return uncapped and Found(step_problem, uncapped.on_mesh, uncapped.labels, cap_bytes)
 
-    misfit = min(misfits, key=lambda one: min(map(least_bytes, one.on_meshes)))
-    on_mesh, baseline = min(misfit.on_meshes, key=least_bytes), misfit.step_problem
-    if not trials.options.may_recompute:
-        return baseline
-    uncapped = without_cap(on_mesh, trials.pins, math.inf, deadline.left_s)
-    if uncapped is None:
-        return baseline
-    limit_bytes = trials.options.memory_bytes
-    curve = on_mesh.cap_curve(on_mesh.pinned(trials.pins), ESTIMATE_GAP)
-    again = Estimates(baseline, uncapped, trials.pins, limit_bytes, curve, deadline).recomputing()
-    most = max(again, key=lambda rewrite: rewrite.saved_bytes, default=None)
-    if most is None:
-        return baseline
-    most = most.of_traced(baseline)
-    return trials.recomputing(baseline, most.sites, frozenset())
+    def _smallest_step(self, deadline: Deadline) -> StepProblem:
+        """The step whose strategies came nearest to the cap. If there are none, the rewrite that seems to need least memory;
+        or else the smallest variant of which nothing can fit (or the step as it is written), with the most
+        recomputation."""
+        trials = self.trials
+        if trials.nearest:
+            return trials.nearest.step_problem
+        if self.rewrites:
+            return min(self.rewrites, key=lambda one: one.least_bytes).problem[0]
+        misfits = self.misfits or [Misfit(self.first.step_problem, self.first.on_meshes)]
+
+        def least_bytes(on_mesh: MeshProblem) -> float:
+            return floor_bytes(on_mesh.memory, on_mesh.pinned(trials.pins))
+
+        misfit = min(misfits, key=lambda one: min(map(least_bytes, one.on_meshes)))
+        on_mesh, baseline = min(misfit.on_meshes, key=least_bytes), misfit.step_problem
+        if not trials.options.may_recompute:
+            return baseline
+        uncapped = without_cap(on_mesh, trials.pins, math.inf, deadline.left_s)
+        if uncapped is None:
+            return baseline
+        limit_bytes = trials.options.memory_bytes
+        curve = on_mesh.cap_curve(on_mesh.pinned(trials.pins), ESTIMATE_GAP)
+        again = Estimates(baseline, uncapped, trials.pins, limit_bytes, curve, deadline).recomputing()
+        most = max(again, key=lambda rewrite: rewrite.saved_bytes, default=None)
+        if most is None:
+            return baseline
+        most = most.of_traced(baseline)
+        return trials.recomputing(baseline, most.sites, frozenset())
 
 
 def _fitting(trials: Trials, peaks: Mapping[StepProblem, infeasible.Smallest]) -> Found | None:
