@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from autoshard.cost_model.errors import InputError
 from autoshard.pins import Pins
 from autoshard.progress import Progress
 
@@ -43,6 +44,10 @@ class Options:
     static_argnums: int | Iterable[int] | None = None
     static_argnames: str | Iterable[str] | None = None
     progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            raise InputError(f"wanted a positive number of seconds, got time_limit_s={self.time_limit_s!r}")
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> "Options":

@@ -386,7 +386,9 @@ def _largest(cluster: AnyCluster) -> Device:
 
 
 def _check_cap(limit_bytes: int, cluster: AnyCluster, text: str) -> None:
-    """Refuses a cap above the memory of the largest device."""
+    """Refuses a cap of nothing, and one above the memory of the largest device."""
+    if limit_bytes <= 0:
+        raise InputError(f"wanted a positive memory cap, got {text}")
     device = _largest(cluster)
     if limit_bytes > device.memory_bytes:
         raise InputError(

@@ -72,11 +72,10 @@ class Options:
     clock: SearchClock | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.memory_bytes <= 0 or not self.limit_s > 0:
-            raise InputError(
-                f"the memory cap and the time limit must be positive, got {self.memory_bytes} bytes and "
-                f"{self.limit_s} s"
-            )
+        if self.memory_bytes <= 0:
+            raise InputError(f"the memory cap must be positive, got {self.memory_bytes} bytes")
+        if not self.limit_s > 0:
+            raise InputError(f"the time limit must be positive, got {self.limit_s} s")
         if self.remat not in (None, "never"):
             raise InputError(f'wanted remat="never", or nothing to have it searched, got {self.remat!r}')
         if self.microbatches is not None and self.microbatches < 1:

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -200,6 +201,15 @@ def test_numbers_of_numpy_are_python_s_in_a_plan():
     options = Options.of({"stages": two, "microbatches": two, "mesh": np.array([2, 4])})
     assert (options.num_stages, options.microbatches, options.mesh) == (2, 2, (2, 4))
     assert {type(one) for one in (options.stages, options.microbatches, *options.mesh)} == {int}
+
+
+@pytest.mark.parametrize("seconds", [0, -1, -0.5, float("nan")])
+@pytest.mark.parametrize("face", [autoshard.parallelize, partial(autoshard.search, cluster="8xCPU")])
+def test_a_time_limit_is_positive(face, seconds):
+    refused(
+        lambda: face(train_step, time_limit_s=seconds),
+        f"wanted a positive number of seconds, got time_limit_s={seconds}",
+    )
 
 
 def test_nothing_pinned_is_no_pin():

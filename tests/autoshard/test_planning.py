@@ -37,6 +37,12 @@ def test_a_share_that_is_none(memory):
         limit_bytes(parse_hardware("8xH100-80GB"), Options(memory=memory))
 
 
+@pytest.mark.parametrize("memory", [0, "0GiB"])
+def test_a_cap_is_positive(memory):
+    with pytest.raises(InputError, match=f"^wanted a positive memory cap, got memory={memory!r}\n"):
+        limit_bytes(parse_hardware("8xH100-80GB"), Options(memory=memory))
+
+
 def test_a_compiled_peak_outlives_new_estimates_but_no_edit():
     def step(w, x):
         return w - x.sum() * w

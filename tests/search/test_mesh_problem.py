@@ -211,9 +211,16 @@ def test_meshes_that_do_not_suit_are_refused(options, message):
         candidate_shapes(parse_cluster("16xH100-80GB"), Options(1, **options))
 
 
-@pytest.mark.parametrize("wrong", [{"memory_bytes": 0}, {"memory_bytes": -1}, {"time_limit_s": 0.0}])
-def test_caps_and_times_are_positive(wrong):
-    with pytest.raises(InputError, match="the memory cap and the time limit must be positive"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"memory_bytes": 0}, "the memory cap must be positive, got 0 bytes"),
+        ({"memory_bytes": -1}, "the memory cap must be positive, got -1 bytes"),
+        ({"time_limit_s": 0.0}, "the time limit must be positive, got 0.0 s"),
+    ],
+)
+def test_caps_and_times_are_positive(wrong, message):
+    with pytest.raises(InputError, match=message):
         Options(**{"memory_bytes": 1} | wrong)
     assert Options(1, time_limit_s=0.1).memory_bytes == 1
 
