@@ -5,9 +5,10 @@ shows INFO only on request (`logging.basicConfig(level=logging.INFO)`), and hand
 
 If the logger shows no stage, the screen does (`autoshard.display`), for a call of more than a second: a live line on a
 terminal and in a notebook, plain lines in a log. So each stage is shown once. A program that has configured logging gets no
-plain lines, but one warning with the current stage and the way to see more. It may still get a live line, as some libraries
-configure logging when they are imported (Orbax does). A handler, a level or `propagate = False` on the logger `autoshard`
-itself turns the screen off. No handler is added here, and no level set.
+plain lines, but one warning per process with the current stage and the way to see more. It may still get a live line, as
+some libraries configure logging when they are imported (Orbax does). A handler, a level or `propagate = False` on the logger
+`autoshard` itself turns the screen off, and a level turns the warning off, too: who sets it knows the way. No handler is
+added here, and no level set.
 """
 
 import contextlib
@@ -27,6 +28,9 @@ NOTICED_S = 1.0
 PATIENCE_S = 5.0
 """Seconds after which a silent call logs its stage. Derived: twice in the 10 s for which a user's attention lasts, by the
 same section."""
+
+UNSAID = threading.Lock()
+"""Taken by the first hint and never released, so that a process gives one."""
 
 
 @contextlib.contextmanager
@@ -64,12 +68,12 @@ def _is_on_screen() -> bool:
 
 @contextlib.contextmanager
 def _logged(step: str) -> Generator[Progress]:
-    """Logs each stage once; or one hint, if the level hides the stages of a long call."""
+    """Logs each stage once; or a hint, if the level hides the stages of a long call."""
     stages: list[str] = []
     log = each_stage(lambda line: LOGGER.info("%s: %s", step, line))
     timer = threading.Timer(PATIENCE_S, lambda: _hint(step, stages[-1]))
     timer.daemon = True
-    if not LOGGER.isEnabledFor(logging.INFO):
+    if _hides_unasked():
         timer.start()
 
     def tell(line: str) -> None:
@@ -82,7 +86,16 @@ def _logged(step: str) -> Generator[Progress]:
         timer.cancel()
 
 
+def _hides_unasked() -> bool:
+    """True if the program's logging hides the stages, and nobody asked the logger `autoshard` itself to be silent."""
+    is_asked = LOGGER.level != logging.NOTSET or not LOGGER.hasHandlers()
+    return not is_asked and not LOGGER.isEnabledFor(logging.INFO)
+
+
 def _hint(step: str, stage: str) -> None:
+    """Logs the stage of a long call and the way to see all stages, once per process."""
+    if not UNSAID.acquire(blocking=False):
+        return
     LOGGER.warning(
         "%s has been planned or compiled for %.0f s; now: %s. This is said once. The logger 'autoshard' says all stages at "
         "level INFO (logging.basicConfig(level=logging.INFO))",

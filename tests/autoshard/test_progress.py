@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import threading
 import time
 import warnings
 
@@ -59,15 +60,31 @@ def test_a_library_has_no_handlers():
     assert logging.getLogger("autoshard").level == logging.NOTSET
 
 
-@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
-def test_where_nobody_sees_that_a_hint_is_given_once(caplog, monkeypatch, level):
-    caplog.set_level(level, "autoshard")
+@pytest.fixture
+def impatient(monkeypatch):
+    """A process that has given no hint yet, and gives it soon."""
     monkeypatch.setattr(progress, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(progress, "UNSAID", threading.Lock())
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_where_nobody_sees_the_stages_a_process_gives_one_hint(caplog, level):
+    caplog.set_level(level)
     parallel = autoshard.parallelize(slow, mesh=(8,))
-    parallel.init(lambda: W, args=(X,))
+    parallel(parallel.init(lambda: W, args=(X,)), X)
+    for _ in range(2):
+        narrate(0.3)
     hints = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(hints) == (level == logging.WARNING)
     assert all("slow has been planned or compiled for" in hint and "now: tracing" in hint for hint in hints)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_level_of_the_logger_s_own_turns_the_hint_off(caplog):
+    caplog.set_level(logging.WARNING, "autoshard")
+    narrate(0.3)
+    assert caplog.records == []
 
 
 def test_who_asks_gets_no_hint(caplog, monkeypatch):
