@@ -27,9 +27,17 @@ from autoshard.search.memory.positions import Scope
 
 
 class NotSplittableError(InputError):
-    """A step whose examples depend on one another: in microbatches, its numbers would differ."""
+    """A step whose examples depend on one another: in microbatches, its numbers would differ.
+
+    Attributes:
+      at: the op that is the reason, and its place; empty if no op is.
+    """
 
     section = "not-split-into-microbatches"
+
+    def __init__(self, message: str = "", *, at: str = "") -> None:
+        super().__init__(message)
+        self.at = at
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +170,8 @@ def needed(cause: Op, reader: Op) -> NotSplittableError:
     """The error for an op that reads, for each example, a value made of all examples."""
     return NotSplittableError(
         f"the step cannot be split into microbatches: {reader.name} {reader.where} needs, for each example, what "
-        f"{cause.name} {cause.where} makes of all examples together. {_REMEDY}, or let each example do without the others"
+        f"{cause.name} {cause.where} makes of all examples together. {_REMEDY}, or let each example do without the others",
+        at=f"{reader.name} {reader.where}",
     )
 
 
@@ -170,5 +179,6 @@ def uncut(op: Op) -> NotSplittableError:
     """The error for an op that needs all examples at once."""
     return NotSplittableError(
         f"the step cannot be split into microbatches: {op.name} {op.where} takes all examples together, and no rule says "
-        f"how to do it in parts. {_REMEDY}, or let it work on each example by itself"
+        f"how to do it in parts. {_REMEDY}, or let it work on each example by itself",
+        at=f"{op.name} {op.where}",
     )

@@ -295,7 +295,8 @@ class Microbatch:
             raise NotSplittableError(
                 f"the step cannot be split into microbatches: {op.name} {op.where} has the batch's size among its "
                 "parameters, and no rule says how to make it smaller. Leave such a step in one piece, or write this op "
-                "in terms of others"
+                "in terms of others",
+                at=f"{op.name} {op.where}",
             )
         return small
 

@@ -167,13 +167,45 @@ def taken_apart(step: Step, count: int) -> MicrobatchParts:
       InputError: no argument is a batch, or the count does not divide the batch size.
       NotSplittableError: examples depend on one another; the message says where.
     """
-    refused: list[NotSplittableError] = []
-    for size in _sizes(step, count):
+    sizes, refused = _sizes(step, count), list[NotSplittableError]()
+    for size in sizes:
         try:
             return _TakingApart(_split(step, size, count)).run()
         except NotSplittableError as e:
             refused.append(e)
-    raise refused[0]
+    raise _refusal(step, sizes[0], count, refused[0])
+
+
+def _refusal(step: Step, size: int, count: int, refused: NotSplittableError) -> NotSplittableError:
+    """The error for a batch of that size. It names the reason if the examples are not: there is only one, or the step takes
+    them in groups, which other numbers of microbatches divide."""
+    if size == 1:
+        return NotSplittableError(
+            f"the step cannot be split into microbatches: {_batch_name(step, size)} has 1 example. Take a larger batch, or "
+            "leave this one in one piece"
+        )
+    for other in _primes(size) if count > 1 else ():
+        if other != count and _is_splittable(step, size, other):
+            return NotSplittableError(
+                f"the step cannot be split into {count} microbatches, but into {other}: {refused.at or 'it'} takes the "
+                f"examples in groups, which {count} microbatches do not divide. Take microbatches={other}",
+                at=refused.at,
+            )
+    return refused
+
+
+def _is_splittable(step: Step, size: int, count: int) -> bool:
+    """True if the step can be split into so many microbatches of a batch of that size."""
+    try:
+        _TakingApart(_split(step, size, count)).run()
+    except NotSplittableError:
+        return False
+    return True
+
+
+def _primes(number: int) -> list[int]:
+    """The prime divisors of a number. If a step can be split into several microbatches, it can be into a prime number."""
+    return [n for n in divisors(number) if len(divisors(n)) == 2]
 
 
 def batch_divisors(step: Step) -> list[int]:
@@ -206,12 +238,18 @@ def _sizes(step: Step, count: int) -> list[int]:
             "arrays whose first dim is the examples, and which the step does not hand back as its state"
         )
     if sizes[0] % count:
-        name = next(a.name for a, shape in _batch_arguments(step) if shape[0] == sizes[0])
+        examples = "1 example" if sizes[0] == 1 else f"{sizes[0]} examples"
+        remedy = "a larger batch" if sizes[0] == 1 else f"a divisor of {sizes[0]}, or another batch size"
         raise InputError(
-            f"the batch cannot be split into {count} microbatches: {name} has {sizes[0]} examples, which is not a "
-            f"multiple of {count}. Take a divisor of {sizes[0]}, or another batch size"
+            f"the batch cannot be split into {count} microbatches: {_batch_name(step, sizes[0])} has {examples}, which is "
+            f"not a multiple of {count}. Take {remedy}"
         )
     return [size for size in sizes if size % count == 0]
+
+
+def _batch_name(step: Step, size: int) -> str:
+    """The first argument of so many examples."""
+    return next(a.name for a, shape in _batch_arguments(step) if shape[0] == size)
 
 
 def _batch_arguments(step: Step) -> list[tuple[Any, tuple[int, ...]]]:

@@ -83,9 +83,9 @@ class SpmdCandidate:
         divisors = batch_divisors(step)
         if divisors and self.count not in divisors:
             raise InputError(
-                f"{max(divisors)} examples cannot be split over the {plural(self.num_replicas, 'replica')} of each stage in "
-                f"{self.microbatches} microbatches on each: that makes {self.count} parts. Take a batch that is a multiple, "
-                "or other numbers of microbatches or stages"
+                f"{plural(max(divisors), 'example')} cannot be split over the {plural(self.num_replicas, 'replica')} of "
+                f"each stage in {self.microbatches} microbatches on each: that makes {self.count} parts. Take a batch that "
+                "is a multiple, or other numbers of microbatches or stages"
             )
 
 

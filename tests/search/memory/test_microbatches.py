@@ -18,7 +18,7 @@ from autoshard.search.ir.graph import Graph, Op, Phase, Role, Step, walk
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.batch_states import NotSplittableError
-from autoshard.search.memory.microbatches import batch_divisors, batch_halvings, microbatched
+from autoshard.search.memory.microbatches import batch_divisors, batch_halvings, looped, microbatched
 from autoshard.search.memory.recompute import recomputed
 from autoshard.search.memory.written import SCOPE
 from tests.executors.agreement import NOISE, NOISE_GROWN_BY_ADAM
@@ -603,6 +603,48 @@ def test_batch_normalization_is_refused():
 def test_a_batch_that_does_not_divide_is_refused_by_name():
     with pytest.raises(InputError, match=r"batch\['\w+'\] has 8 examples, which is not a multiple of 3"):
         microbatched(traced("mean"), 3)
+
+
+def example_loss(w, x):
+    return jnp.sum((x @ w) ** 2)
+
+
+def layer_and_pairs(w, x):
+    """A layer, and then a loop over its results two by two."""
+    return jnp.mean(lax.map(lambda one: example_loss(w, one), jnp.tanh(x @ w), batch_size=2))
+
+
+def pairs(w, x):
+    """A loop over the examples two by two."""
+    return jnp.mean(lax.map(lambda one: example_loss(w, one), x, batch_size=2))
+
+
+def descended(loss, num_examples):
+    """The step of a gradient descent, traced for so many examples."""
+    w, x = (jax.ShapeDtypeStruct((n, 4), "float32") for n in (4, num_examples))
+    return trace(lambda w, x: w - jax.grad(loss)(w, x), w, x)
+
+
+@pytest.mark.parametrize("count", [3, 6])
+@pytest.mark.parametrize(
+    ("loss", "at"), [(layer_and_pairs, r"reshape at \S*test_microbatches\.py:\d+"), (pairs, "it")]
+)
+def test_groups_that_a_number_does_not_divide_are_refused_with_one_that_does(loss, at, count):
+    step = descended(loss, 6)
+    assert microbatched(step, 2).num_microbatches == 2
+    said = rf"into {count} microbatches, but into 2: {at} takes the examples in groups.* Take microbatches=2"
+    with pytest.raises(NotSplittableError, match=said):
+        microbatched(step, count)
+
+
+def test_a_batch_of_one_example_is_refused_as_that():
+    step = descended(example_loss, 1)
+    with pytest.raises(
+        InputError, match=r"x has 1 example, which is not a multiple of 2\. Take a larger batch"
+    ):
+        microbatched(step, 2)
+    with pytest.raises(NotSplittableError, match=r"x has 1 example\. Take a larger batch, or leave this one"):
+        looped(step, 1)
 
 
 def test_effects_in_a_loop_are_refused():
