@@ -26,7 +26,7 @@ phases, `state` the state, `roles` the roles of arguments. The trace also rewrit
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import jax
@@ -195,13 +195,24 @@ def _abstract(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, bool | int | float | complex):
             raise InputError(
                 f"every argument leaf must be an array or a jax.ShapeDtypeStruct; argument {where} is "
-                f"{type(leaf).__name__} {leaf!r:.60}. Bind it beforehand, e.g. with functools.partial, or name it in "
-                "parallelize(static_argnames=...)"
+                f"{type(leaf).__name__} {leaf!r:.60}. {_remedy(leaf, is_argument=len(path) == 2)}"
             )
         return _jax.abstract_value((), jnp.result_type(leaf), not isinstance(leaf, bool))
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     of_type = _jax.host_value if kind == "pinned_host" else _jax.abstract_value
     return of_type(leaf.shape, _jax.narrowed(leaf.dtype), _jax.is_weak(leaf))
+
+
+def _remedy(leaf: Any, *, is_argument: bool) -> str:
+    """The advice for a leaf that is no array: an argument as a whole, or a part of one."""
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return f"Register its type as a pytree: jax.tree_util.register_dataclass({type(leaf).__name__})"
+    bind = "Bind it beforehand, e.g. with functools.partial, or name it in parallelize(static_argnames=...)"
+    return (
+        bind
+        if is_argument
+        else "Take it out of the argument; a step may close over a value that stays as it is"
+    )
 
 
 def _where(error: BaseException) -> str:

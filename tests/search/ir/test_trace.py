@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -448,9 +448,23 @@ def test_numbers_are_arguments_as_jit_takes_them():
     assert narrow.graph.values[narrow.graph.outputs[0]].dtype == jnp.bfloat16
 
 
-def test_what_is_no_array_that_jit_takes():
-    with pytest.raises(InputError, match=r"argument \[1\]\['mode'\] is str 'adam'. Bind it beforehand"):
-        trace(lambda w, options: w, W, {"mode": "adam"})
+@dataclass
+class Unregistered:
+    w: object
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("adam", r"argument \[1\] is str 'adam'\. Bind it beforehand"),
+        ({"mode": "adam"}, r"argument \[1\]\['mode'\] is str 'adam'\. Take it out of the argument"),
+        (Unregistered(W), r"\[1\] is Unregistered .* jax\.tree_util\.register_dataclass\(Unregistered\)"),
+        ([Unregistered(W)], r"\[1\]\[0\] is Unregistered .* jax\.tree_util\.register_dataclass\("),
+    ],
+)
+def test_an_argument_that_is_no_array_is_refused_with_a_remedy(argument, said):
+    with pytest.raises(InputError, match=rf"every argument leaf must be an array .*{said}"):
+        trace(lambda w, options: w, W, argument)
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [(np.int64, jnp.int32), (np.float64, jnp.float32)])
