@@ -80,7 +80,7 @@ def is_refused(program: Program | PipelineProgram, args: tuple[Any, ...], step: 
     uncommitted arrays and host values, except host values to devices of several processes.
 
     Raises:
-      InputError: an argument was donated to an earlier call; the message names it.
+      InputError: an argument is deleted; the message names it.
     """
     arrays, tree = jax.tree.flatten(args)
     wanted, own = jax.tree.flatten(program.shardings)
@@ -98,16 +98,16 @@ def is_refused(program: Program | PipelineProgram, args: tuple[Any, ...], step: 
 
 
 def _check_are_there(step: Step, arrays: Sequence[Any]) -> None:
-    """Refuses arguments that were donated.
+    """Refuses arguments that are deleted.
 
     Raises:
-      InputError: an argument was donated to an earlier call; the message names it.
+      InputError: an argument is deleted; the message names it.
     """
     for argument, x in zip(step.arguments, arrays, strict=True):
         if isinstance(x, jax.Array) and x.is_deleted():
             raise InputError(
-                f"{argument.name} was donated to an earlier call: the state that {step.name} returned is in its memory. "
-                "Pass that state; if the old one is needed too, make a copy beforehand (jax.tree.map(jnp.copy, ...))",
+                f"{argument.name} is deleted: it was donated to an earlier call, or its owner deleted it. Pass the state "
+                f"that {step.name} returned; if the old one is needed too, copy it beforehand (jax.tree.map(jnp.copy, ...))",
                 section="a-donated-state",
             )
 

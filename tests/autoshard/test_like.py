@@ -234,7 +234,7 @@ def test_state_that_was_given_up_is_named():
     new = step(step(state, X), X)
     for _ in range(2):
         with pytest.raises(
-            InputError, match=r"state\.params\['w0'\] was donated to an earlier call: the state that train"
+            InputError, match=r"state\.params\['w0'\] is deleted: .* Pass the state that train returned"
         ):
             step(dataclasses.replace(new, params=state.params), X)
     step(new, X)

@@ -153,8 +153,17 @@ def test_a_state_that_was_given_up_is_named_for_a_last_batch_too():
     step = autoshard.parallelize(train_step)
     w, _ = step(jnp.array(W), examples(32))
     step(w, examples(32))
-    with pytest.warns(AutoshardWarning), pytest.raises(InputError, match="w was donated to an earlier call"):
+    with pytest.warns(AutoshardWarning), pytest.raises(InputError, match="w is deleted: it was donated"):
         step(w, examples(33))
+
+
+def test_an_array_that_its_owner_deleted_is_not_said_to_be_donated_for_sure():
+    step, w = autoshard.parallelize(train_step), jnp.array(W)
+    w.delete()
+    with pytest.raises(
+        InputError, match="w is deleted: it was donated to an earlier call, or its owner deleted"
+    ):
+        step(w, examples(32))
 
 
 # --- arrays of no elements
