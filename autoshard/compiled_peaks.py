@@ -360,7 +360,7 @@ class _Rounds[F: Any]:
         found: Any = best.found
         if self.misfits:
             warn(f"{self.misfits[-1]}: it was searched again, under a lower limit")
-            found = _certified(found, self.all[0].found)
+            found = _certified(_under_cap(found, self.cap_bytes), self.all[0].found)
         search_s = dict(found.plan.search_s)
         if self.compiler_s:
             search_s["compiler"] = self.compiler_s
@@ -394,6 +394,11 @@ def fullness(found: Any) -> float:
         return found.plan.estimates.peak_bytes / found.plan.memory_bytes
     stages = zip(found.plan.estimates.stages, found.devices, strict=True)
     return max(stage.peak_bytes / there.cap_bytes for stage, there in stages)
+
+
+def _under_cap[F: Any](found: F, cap_bytes: int) -> F:
+    """The plan with the estimates for the cap, under which it is compiled, and not for the limit of its search."""
+    return found.under_cap(cap_bytes) if hasattr(found, "under_cap") else found
 
 
 def _certified[F: Any](found: F, first: F) -> F:

@@ -103,6 +103,15 @@ class SearchResult(PlanOnStep):
         gap = max(0.0, 1.0 - bound_s / self.solved_s) if self.solved_s > 0 else 0.0
         return replace(self.with_plan(gap=gap), bound_s=bound_s)
 
+    def under_cap(self, cap_bytes: int) -> "SearchResult":
+        """The result of a search under a lower limit, with the estimates for the cap itself, which tells the compiler's
+        scheduler how much memory it may use for overlap."""
+        capped = self.with_plan(memory_bytes=cap_bytes)
+        found = capped.found
+        costed, device = found.on_mesh.memory.costed, found.device
+        estimates = estimate(costed, found.labels, device, found.hidden_s, found.host_bytes)
+        return replace(capped.with_plan(estimates=estimates), solved_s=found.solved_s)
+
     @property
     def leaves_memory_unused(self) -> bool:
         """True if residuals are offloaded and so much memory is unused that fewer might be enough."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 
@@ -15,12 +17,17 @@ from autoshard.compiled_peaks import MAX_ROUNDS, Judgement, kept
 from autoshard.cost_model.errors import CompilerError, InfeasibleError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.options import ALWAYS, IN_DOUBT, NEVER, Options
+from autoshard.planning import applied
+from autoshard.search import driver
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options as SearchOptions
 from autoshard.search.plan.peak_band import PEAK_BAND
 from autoshard.search.plan.plan import PlanOnStep
 from autoshard.search.tightening import MARGIN
 
 CAP = 20 << 30
 GIB = 1 << 30
+ROWS = jax.ShapeDtypeStruct((512, 1024), "float32")
 warns_of_another_round = pytest.mark.filterwarnings("ignore:.*it was searched again")
 
 
@@ -123,6 +130,41 @@ def test_the_limit_is_lowered_by_the_ratio_of_both_peaks_and_the_plan_keeps_the_
 @warns_of_another_round
 def test_the_gap_counts_what_fits_the_cap_and_not_only_the_lower_limit():
     assert Trial(lambda n: 1.1).kept().gap == pytest.approx(1 - 91 / 100)
+
+
+def deep_step(weights, x):
+    def loss(weights):
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h**2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+@warns_of_another_round
+def test_a_plan_of_a_lower_limit_is_predicted_as_its_file_is():
+    """The scheduler of the compiler spends the memory of the cap, not that of the limit."""
+    step = trace(deep_step, [jax.ShapeDtypeStruct((1024, 1024), "float32")] * 6, ROWS)
+    cluster, cap_bytes, lower_bytes = parse_cluster("8xH100-80GB"), 24_500_000, 20_400_000
+    searched: list[int] = []
+
+    def search(limit_bytes, *_):
+        found = driver.find(
+            step, cluster, SearchOptions(limit_bytes, mesh=(8,), remat="never", offload="never")
+        )
+        searched.append(found.plan.estimates.peak_bytes)
+        return found
+
+    def judge(found, _):
+        predicted, fits = found.plan.estimates.peak_bytes, len(searched) > 1
+        return Judgement(
+            predicted, cap_bytes if fits else predicted * cap_bytes // lower_bytes, cap_bytes, fits
+        )
+
+    plan = kept(search, judge, cap_bytes, silent, is_asked=True).plan
+    assert plan.estimates.peak_bytes == applied(step, plan, "plan").plan.estimates.peak_bytes != searched[-1]
+    assert plan.estimates.compiled_peak_bytes == cap_bytes == plan.memory_bytes
 
 
 @warns_of_another_round
