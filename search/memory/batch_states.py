@@ -31,13 +31,14 @@ class NotSplittableError(InputError):
 
     Attributes:
       at: the op that is the reason, and its place; empty if no op is.
+      other: another number of microbatches, into which the step can be split; zero if there is none.
     """
 
     section = "not-split-into-microbatches"
 
-    def __init__(self, message: str = "", *, at: str = "") -> None:
+    def __init__(self, message: str = "", *, at: str = "", other: int = 0) -> None:
         super().__init__(message)
-        self.at = at
+        self.at, self.other = at, other
 
 
 @dataclass(frozen=True, slots=True)

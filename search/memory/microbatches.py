@@ -190,6 +190,7 @@ def _refusal(step: Step, size: int, count: int, refused: NotSplittableError) -> 
                 f"the step cannot be split into {count} microbatches, but into {other}: {refused.at or 'it'} takes the "
                 f"examples in groups, which {count} microbatches do not divide. Take microbatches={other}",
                 at=refused.at,
+                other=other,
             )
     return refused
 

@@ -347,8 +347,9 @@ class Queue:
         try:
             step_problem = self._prepared(variant)
         except NotSplittableError as e:
-            self.tried = f"It has no microbatches: {first_line(e)}."
-            self._drop(lambda one: one.microbatches > 1)
+            self.tried = self.tried or f"Microbatches were not tried: {first_line(e)}."
+            least = num if e.other else 1  # what cannot be split into some cannot be split into a multiple
+            self._drop(lambda one: one.microbatches > 1 and one.microbatches % least == 0)
             return None
         on_meshes = trials.on_all_meshes(step_problem)
         if self._cannot_fit(on_meshes):

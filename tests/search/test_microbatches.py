@@ -135,8 +135,28 @@ def test_an_edited_number_that_cannot_be_is_refused(count, message):
 def test_examples_that_depend_on_one_another_are_refused_where_they_do():
     with pytest.raises(InputError, match=r"test_microbatches.py:\d+ needs, for each example"):
         found(microbatches=2, function=coupled)
-    with pytest.raises(InfeasibleError, match=r"It has no microbatches: .*test_microbatches.py:\d+"):
+    with pytest.raises(InfeasibleError, match=r"Microbatches were not tried: .*test_microbatches.py:\d+"):
         found(0.1, remat="never", function=coupled)
+
+
+def thirds(params, x):
+    """The step on examples that are taken three by three, one group after another."""
+
+    def of_group(group):
+        return jnp.tanh(group @ params[0] @ params[0].T)
+
+    grouped = jnp.reshape(x, (-1, 3, x.shape[1]))
+    return step(params, jnp.reshape(jax.lax.map(of_group, grouped), x.shape))
+
+
+def test_a_number_that_groups_do_not_allow_leaves_the_others():
+    """Two microbatches do not divide a group; three do."""
+    params, x = arguments()
+    one = trace(thirds, params, jax.ShapeDtypeStruct((3 * 4096, *x.shape[1:]), x.dtype))
+    asked = {"mesh": (8,), "remat": "never", "offload": "never"}
+    fastest = driver.find(one, CLUSTER, Options(1 << 40, **asked)).plan
+    tight = driver.find(one, CLUSTER, Options(int(0.6 * fastest.estimates.peak_bytes), **asked)).plan
+    assert tight.decisions.microbatches % 3 == 0
 
 
 def test_a_number_that_makes_no_sense_is_refused():
