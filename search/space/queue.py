@@ -187,7 +187,8 @@ class Queue:
         for search, candidate in self._turns():
             before = self.best
             search.open.remove(candidate)
-            search.open += candidate.take(turn_s(self.trials.deadline))
+            found = [*candidate.take(turn_s(self.trials.deadline))]  # which may drop others from the open ones
+            search.open += found
             self.trials.watch.lap("recompute")
             if isinstance(candidate, OfPlan):
                 search.tried_elsewhere.add((candidate.plan.step_problem, candidate.shape))

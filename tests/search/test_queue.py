@@ -94,6 +94,21 @@ def test_the_least_estimate_has_the_next_turn_and_what_promises_no_better_plan_h
     assert found == ["a", "b"]  # 2.49 is not better than 2.5 by more than the gap
 
 
+def test_a_turn_may_close_other_candidates():
+    """So a variant that needs no less memory than one that cannot fit has no turn."""
+    search, taken = queue(), list[str]()
+
+    def take(limit_s):
+        search.open = [one for one in search.open if one is not hopeless]
+        return [Fake(search, taken, "part", 2.0)]
+
+    first, hopeless = Fake(search, taken, "first", 1.0), Fake(search, taken, "hopeless", 3.0)
+    first.take = take
+    search.open = [first, hopeless]
+    search._go_through()
+    assert taken == ["part"]
+
+
 def test_without_a_plan_all_have_turns():
     assert turns(queue(), ("b", math.inf, 2.0), ("a", 1.0, 3.0), ("c", math.inf, 3.0)) == ["a", "b", "c"]
 
