@@ -23,7 +23,6 @@ from autoshard.search.ir.graph import Phase
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.fusion import LIBRARIES, MAX_FUSION_SOURCES, Fusion, is_part, is_view
-from autoshard.search.problem.kernels import runs_alone
 
 DRAWN_BYTES = 24.0
 """Memory traffic of recomputing one random element: six passes of a 32-bit number, in kernels that do not fuse with its
@@ -153,8 +152,7 @@ class Passes:
     def _kernel(self, position: int) -> int | None:
         """The first op of the kernel that computes an op; None if its readers compute it on the fly."""
         op = self._ops[position]
-        is_alone = runs_alone(self.fusion.folded, self.fusion.folded.class_of[position])
-        if is_alone or (op.is_boundary and not is_view(op)):
+        if position in self.costed.kernels.alone or (op.is_boundary and not is_view(op)):
             return position
         return self.costed.kernels.first.get(position)
 

@@ -37,7 +37,7 @@ from autoshard.search.memory.segments import segments
 from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.flat_program import BARRIER
 from autoshard.search.problem.fusion import Fusion
-from autoshard.search.problem.kernels import MAXIMA, FusedKernel, is_by_rows, runs_alone
+from autoshard.search.problem.kernels import MAXIMA, FusedKernel, is_by_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -444,7 +444,7 @@ class _Reader:
         """Seconds of one run of an op."""
         op_class = self.folded.class_of[position]
         inside_s = self._inside_s(op_class)
-        if runs_alone(self.folded, op_class):
+        if position in self.costed.kernels.alone:
             return inside_s + self._alone_s(op_class)
         if position not in self.costed.kernels.of_op:
             return inside_s

@@ -54,8 +54,7 @@ from autoshard.search.memory.written import SCOPE
 from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.problem.costs import CostedGraph, product_loops
 from autoshard.search.problem.flat_program import FlatOp, FlatProgram
-from autoshard.search.problem.fusion import Fusion
-from autoshard.search.problem.kernels import Endpoint, moved_alone, runs_alone
+from autoshard.search.problem.kernels import Endpoint, moved_alone
 
 _PARTIAL_BYTES = 8.0
 """Bytes for each element and part of a split sum, as in `cost_model.compute`."""
@@ -147,7 +146,7 @@ class StepWork:
         """
         runs = defaultdict[StepKernel, float](float)
         costed = on_mesh.memory.costed
-        for kernel, times in _kernels(costed, on_mesh.live_ranges.fusion):
+        for kernel, times in _kernels(costed):
             runs[kernel] += times
         return cls(costed.device, dict(runs), recompute_s)
 
@@ -263,20 +262,20 @@ def product_part_s(
     return max(START_S + float(found_s.min()), device.launch_s)
 
 
-def _kernels(costed: CostedGraph, fusion: Fusion) -> Iterator[tuple[StepKernel, float]]:
-    """All kernels but transfers, and those of ops that are computed in their readers' kernels, with their runs."""
+def _kernels(costed: CostedGraph) -> Iterator[tuple[StepKernel, float]]:
+    """All kernels but transfers, with their runs."""
     folded, parts = costed.graph.folded, _Parts(costed.graph.folded.program)
     for op_class, members in enumerate(folded.members):
         op = folded.op(op_class)
         kind = parts.of(folded.program.ops[members[0]])
         for copy in costed.kernels.copied.get(op_class, ()):
             yield _kernel(copy.count, _bytes(costed, ((copy.endpoint, copy.times),)), kind)
-        is_stored = any(map(fusion.is_stored, op.results))
-        if op.is_boundary or op.is_transfer or not (is_stored and runs_alone(folded, op_class)):
+        runs = costed.runs_alone(op_class)
+        if op.is_transfer or not runs:
             continue
         moved_bytes = _bytes(costed, moved_alone(folded, op_class))
         sizes = _sizes(costed, parts, op_class) if _is_product(costed, op_class) else None
-        yield _kernel(folded.counts[op_class], moved_bytes, kind, sizes)
+        yield _kernel(runs, moved_bytes, kind, sizes)
     for kernel in costed.kernels.fused:
         first = folded.program.ops[folded.members[kernel.op_classes[0]][0]]
         part, merged = parts.of(first)

@@ -23,7 +23,7 @@ from autoshard.search.ir.factors.rule import Dims, Rule
 from autoshard.search.ir.graph import Phase
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.halos import Exchange, exchanges
-from autoshard.search.problem.kernels import CopyKernel, FusedKernel, Kernels, moved_alone, runs_alone
+from autoshard.search.problem.kernels import CopyKernel, FusedKernel, Kernels, moved_alone
 from autoshard.search.problem.reshard import Handling, Resharder
 from autoshard.search.problem.rings import ATTENTIONS, Attention, Messages, attention
 from autoshard.search.problem.strategies import (
@@ -189,8 +189,8 @@ class CostedGraph:
             compute += self._copying_seconds(op_class)
             if op.is_boundary:
                 continue
-            if runs_alone(self.graph.folded, op_class):
-                compute += count * self.op_seconds(op_class)
+            if alone := self.runs_alone(op_class):
+                compute += alone * self.op_seconds(op_class)
             if op_class in self.graph.summed:
                 inside += self.graph.num_reductions[op_class] * self.reduction_seconds(op_class)
             if op.name in ATTENTIONS:
@@ -200,6 +200,11 @@ class CostedGraph:
         for kernel in self._kernels_of[node]:
             compute += kernel.count * kernel_s(self.device, self.kernel_bytes(kernel))
         return compute, inside
+
+    def runs_alone(self, op_class: int) -> int:
+        """Runs of the ops of a class in one step that are kernels of their own."""
+        folded = self.graph.folded
+        return sum(folded.program.ops[i].count for i in folded.members[op_class] if i in self.kernels.alone)
 
     @cached_property
     def _kernels_of(self) -> tuple[tuple[FusedKernel, ...], ...]:

@@ -2,7 +2,8 @@
 
 Products, look-ups, loops and ops with a dimension that cannot be split are kernels of their own. They read their
 operands and write their results, except those that look up or update a few places of a large array (gather, scatter,
-slices of it): these touch the places that they pick, and update in place.
+slices of it): these touch the places that they pick, and update in place. Ops that only move elements are no kernels
+where all their readers compute their results on the fly.
 
 All other stored arrays (`search.problem.fusion`) are made by fused kernels. An array's op is placed as *late* as its
 readers allow: an array that only the backward phase reads is computed there. Ops of one group that pass values on at
@@ -98,17 +99,19 @@ class Kernels:
       fused: ordered by their classes; kernels that run alone are not listed.
       of_op: by position, for ops whose results a fused kernel stores: that kernel, and the op's share of a run.
       first: by position, for the ops in `of_op`: the first of them in the same run of the kernel.
+      alone: the positions of the ops that are kernels of their own.
       copied: by class, the copies beside the reads and writes of its kernel.
     """
 
     fused: tuple[FusedKernel, ...]
     of_op: dict[int, tuple[FusedKernel, float]]
     first: dict[int, int]
+    alone: frozenset[int]
     copied: Mapping[int, tuple[CopyKernel, ...]]
 
 
 def runs_alone(folded: FoldedProgram, op_class: int) -> bool:
-    """Whether an op is a kernel of its own."""
+    """Whether an op is a kernel of its own, if its results are arrays."""
     op = folded.op(op_class)
     is_fused = folded.is_light[op_class] or op.name in POOLINGS
     return not op.is_boundary and (op.name in _TOUCHED or not is_fused)
@@ -151,7 +154,17 @@ def kernels(fusion: Fusion, groups: tuple[OpGroup, ...]) -> Kernels:
         p: (fused[key], 1 / len(positions)) for key, positions in collector.instances() for p in positions
     }
     first = {p: positions[0] for _, positions in collector.instances() for p in positions}
-    return Kernels(tuple(fused.values()), of_op, first, _copied(fusion))
+    return Kernels(tuple(fused.values()), of_op, first, _alone(fusion), _copied(fusion))
+
+
+def _alone(fusion: Fusion) -> frozenset[int]:
+    """The positions of the ops that are kernels of their own."""
+    return frozenset(
+        i
+        for i, op in enumerate(fusion.program.ops)
+        if runs_alone(fusion.folded, fusion.folded.class_of[i])
+        and (not op.results or any(map(fusion.is_stored, op.results)))
+    )
 
 
 def _copied(fusion: Fusion) -> dict[int, tuple[CopyKernel, ...]]:

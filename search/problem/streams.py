@@ -40,7 +40,7 @@ from autoshard.cost_model.collectives import SCHEDULED_RATIO
 from autoshard.cost_model.compute import kernel_s
 from autoshard.search.ir.spec import PARTIAL, WHOLE
 from autoshard.search.problem.costs import CostedGraph
-from autoshard.search.problem.kernels import FusedKernel, runs_alone
+from autoshard.search.problem.kernels import FusedKernel
 from autoshard.search.problem.reshard import SLICE, Handling
 from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.strategies import port_specs
@@ -207,7 +207,8 @@ class Hiding:
     @property
     def _least_s(self) -> np.ndarray:
         """By position: seconds of one run of an op under the strategies that make it fastest."""
-        found = np.array([self._alone_s.get(k, 0.0) for k in self.costed.graph.folded.class_of])
+        class_of, alone = self.costed.graph.folded.class_of, self.costed.kernels.alone
+        found = np.array([self._alone_s[k] if i in alone else 0.0 for i, k in enumerate(class_of)])
         for at, (kernel, share) in self.costed.kernels.of_op.items():
             found[at] = share * self._fused_s[kernel]
         return found
@@ -215,8 +216,7 @@ class Hiding:
     @cached_property
     def _alone_s(self) -> dict[int, float]:
         """By class of ops that are kernels of their own: seconds of a run, at the least."""
-        folded = self.costed.graph.folded
-        classes = (k for k in range(len(folded.members)) if runs_alone(folded, k))
+        classes = {self.costed.graph.folded.class_of[i] for i in self.costed.kernels.alone}
         return {k: float(np.min(self.costed.op_seconds(k))) for k in classes}
 
     @cached_property

@@ -43,7 +43,7 @@ def codec_of(step: Step, mesh=(2, 2)) -> DecisionCodec:
     graph = strategy_graph(folded, op_groups(folded))
     resharder = Resharder(MeshModel(parse_cluster(f"{int(np.prod(mesh))}xH100-80GB"), mesh))
     return DecisionCodec(
-        CostedGraph(graph, Kernels((), {}, {}, {}), resharder, all_strategies(graph, resharder))
+        CostedGraph(graph, Kernels((), {}, {}, frozenset(), {}), resharder, all_strategies(graph, resharder))
     )
 
 

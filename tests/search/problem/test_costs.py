@@ -79,6 +79,31 @@ def test_a_transposed_input_is_read_as_it_is():
     assert fused_traffic(lambda x: jnp.sin(x.T) + 1.0, LARGE) == (1, 2.0)
 
 
+HUGE = jax.ShapeDtypeStruct((4096, 8192), jnp.float32)
+
+
+def gated(x):
+    gates, values = jnp.split(x, 2, axis=-1)
+    return jnp.tanh(gates) * values
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "arrays"),
+    [
+        (gated, [HUGE], 1.5),
+        (lambda x: jax.grad(lambda x: gated(x).sum())(x), [HUGE], 2.0),
+        (lambda x: [part * 2.0 for part in jnp.split(x, 2, axis=-1)], [HUGE], 2.0),
+        (lambda x, y: jnp.concatenate([x * 2.0, jnp.exp(y)], axis=-1) * 3.0, [HUGE, HUGE], 4.0),
+    ],
+)
+def test_elements_move_for_nothing_in_the_kernels_that_read_them(step, args, arrays):
+    """XLA compiles each of these steps to one kernel, which reads and writes each array once."""
+    found = costed(step, *args)
+    seconds = found.compute_s([0] * found.graph.num_nodes)
+    moved_bytes = arrays * 4 * prod(HUGE.shape)
+    assert seconds == pytest.approx(pass_s_per_byte(found.device) * moved_bytes, rel=1e-3)
+
+
 def test_a_reduction_at_the_end_writes_little():
     assert fused_traffic(lambda x: jnp.sum(jnp.exp(x), axis=1), LARGE) == (1, 1.0)
 

@@ -375,3 +375,12 @@ def test_look_ups_and_updates_touch_only_what_they_pick(name, step, args, wanted
     """An update reads what is new and writes where it goes, after reading that if it adds to it."""
     assert moved(step, name, *args) == wanted
     assert prod(args[0].shape) * 4 == LARGE > 3 * PICKED
+
+
+def test_moved_elements_are_a_kernel_only_if_an_op_reads_whole_arrays():
+    for step, args, wanted in (
+        (lambda x, y: jnp.concatenate([x, y]) * 2.0, (X, X), []),
+        (lambda x, y, w: jnp.concatenate([x, y]) @ w, (X, X, W), ["concatenate", "dot_general"]),
+    ):
+        found = problem(step, *args)
+        assert [found.graph.folded.program.ops[i].name for i in sorted(found.kernels.alone)] == wanted
