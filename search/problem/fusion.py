@@ -23,6 +23,7 @@ This one model gives the bytes that the solver's kernels move (`search.problem.k
 
 from collections import Counter
 from functools import cached_property
+from math import prod
 
 from autoshard.cost_model.cluster import Device
 from autoshard.cost_model.memo import memo
@@ -58,6 +59,9 @@ LOOKUPS = frozenset({"gather", "dynamic_slice"})
 
 MOVES = frozenset({"slice", "pad", "split", "concatenate"})
 """Ops that only move elements: fused into their readers, as elementwise ops are, along any dimension."""
+
+PARTS = frozenset({"slice", "split"})
+"""Ops that only move a part of their operand."""
 
 POOLINGS = frozenset({"reduce_window_sum", "reduce_window_max", "reduce_window_min"})
 """Reductions over windows, fused into their reader as elementwise ops are, but computed once if several kernels read them.
@@ -121,8 +125,11 @@ def is_view(op: FlatOp) -> bool:
 
 _ALONE = {phase: frozenset({phase}) for phase in ReadPhase}
 
-Places = frozenset[tuple[int, tuple[int, ...]]]
-"""Stored arrays, each with the slices through which it is read."""
+Place = tuple[int, tuple[int, ...]]
+"""A stored array, with the slices through which it is read."""
+
+Places = frozenset[Place]
+"""The places from which a value's elements are read."""
 
 
 class Fusion:
@@ -229,7 +236,7 @@ class Fusion:
     def _places_read(self, i: int, v: int) -> "Places":
         """The places from which a value's elements are read, if some are read through slices."""
         op = self.program.ops[i]
-        is_taken = op.name in ("slice", "split") and not op.is_boundary
+        is_taken = op.name in PARTS and not op.is_boundary
         if not is_taken and not any(o in self._places for o in op.operands):
             return frozenset()
         below: Places = frozenset().union(*map(self.places_of, op.operands))
@@ -393,3 +400,25 @@ class Fusion:
             elif op.name not in LOOKUPS and not self._is_fusible(u):
                 return True
         return False
+
+
+def elements_read(fusion: Fusion) -> dict[int, dict[Place, float]]:
+    """By value, the elements that a kernel reads at each place to compute it on the fly. A part of a value needs as large
+    a share of these elements."""
+    found: dict[int, dict[Place, float]] = {}
+    sizes = [float(prod(value.shape)) for value in fusion.program.values]
+    for op in fusion.program.ops:
+        read: dict[Place, float] = {}
+        if not all(map(fusion.is_stored, op.results)):
+            for o in op.operands:
+                for place, size in found.get(o, {(o, ()): sizes[o]}).items():
+                    read[place] = max(size, read.get(place, 0.0))
+        for v in op.results:
+            if fusion.is_stored(v):
+                found[v] = {(v, ()): sizes[v]}
+            elif op.name in PARTS:
+                share = sizes[v] / max(1.0, sizes[op.operands[0]])
+                found[v] = {(a, (*path, v)): share * size for (a, path), size in read.items()}
+            else:
+                found[v] = read
+    return found

@@ -7,10 +7,11 @@ where all their readers compute their results on the fly.
 
 All other stored arrays (`search.problem.fusion`) are made by fused kernels. An array's op is placed as *late* as its
 readers allow: an array that only the backward phase reads is computed there. Ops of one group that pass values on at
-one lateness are one kernel. It reads each array from outside once, and writes the arrays that are read outside of it. A
-sum ends its kernel, because its readers depend on it; they read their other operands once more. A sum over rows may lie
-inside a kernel where it only meets the array that it sums. Then a block of threads keeps its row at hand, as in a
-softmax or a norm (XLA's `SoftmaxRewriterTriton`), but not where the backward phase reads the sum too, or a mean is
+one lateness are one kernel. It reads each array from outside once, and writes the arrays that are read outside of it.
+Elements that move on the fly are read from the arrays behind them: a slice's share of its operand, and no zeros of a
+pad. A sum ends its kernel, because its readers depend on it; they read their other operands once more. A sum over rows
+may lie inside a kernel where it only meets the array that it sums. Then a block of threads keeps its row at hand, as in
+a softmax or a norm (XLA's `SoftmaxRewriterTriton`), but not where the backward phase reads the sum too, or a mean is
 squared as well.
 
 A kernel is priced by its group's strategy alone. So a value from another group counts in the spec in which this group
@@ -31,7 +32,7 @@ from autoshard.search.ir.factors import Kind
 from autoshard.search.problem.convolution_copies import ConvolutionCopy
 from autoshard.search.problem.flat_program import FlatOp
 from autoshard.search.problem.folding import FoldedProgram
-from autoshard.search.problem.fusion import POOLINGS, Fusion, is_part
+from autoshard.search.problem.fusion import POOLINGS, Fusion, Place, elements_read, is_part
 from autoshard.search.problem.op_groups import OpGroup
 
 MAX_ROW = 1 << 14
@@ -242,6 +243,7 @@ class _Collector:
         self.is_fused = [is_fused[k] for k in self.folded.class_of]
         self.is_sum = self._sums()
         self.kernel_of = self._joined(self._late())
+        self.elements = elements_read(fusion)
         self.reads: dict[int, dict[int, Endpoint]] = {}
         self.read_outside: set[int] = set()
         self._read_all()
@@ -269,7 +271,31 @@ class _Collector:
             for r, v in enumerate(self.ops[p].results)
             if v in self.read_outside
         ]
-        return [*((endpoint, float(count)) for endpoint in reads.values()), *written]
+        return [*((endpoint, count * times) for endpoint, times in self._from_outside(reads)), *written]
+
+    def _from_outside(self, reads: Mapping[int, Endpoint]) -> Iterator[tuple[Endpoint, float]]:
+        """How often a kernel reads each value from outside. Elements that move on the fly are read where they come from,
+        none twice."""
+        values, moved = self.fusion.program.values, [v for v in reads if self._moves_on_the_fly(v)]
+        read = {v: float(prod(values[v].shape)) for v in reads if v not in moved}
+        yield from ((reads[v], 1.0) for v in read)
+        seen = set[Place]()
+        for v in moved:
+            num_bytes = 0.0
+            for (array, path), num_elements in self.elements[v].items():
+                if (array, path) not in seen:
+                    before = read.get(array, 0.0)
+                    read[array] = min(before + num_elements, prod(values[array].shape))
+                    num_bytes += (read[array] - before) * values[array].itemsize
+                    seen.add((array, path))
+            if num_bytes:
+                yield reads[v], num_bytes / values[v].num_bytes
+
+    def _moves_on_the_fly(self, v: int) -> bool:
+        """Whether a value is made by an op that is no kernel of its own, and in no fused one."""
+        made_at = self.maker[v][0]
+        is_moved = not (self.is_fused[made_at] or self.ops[made_at].is_boundary)
+        return is_moved and not self.fusion.is_stored(v)
 
     def _sums(self) -> list[bool]:
         """Per op: whether it makes sums that are read in later kernels, or computes on with nothing but such sums."""

@@ -80,11 +80,16 @@ def test_a_transposed_input_is_read_as_it_is():
 
 
 HUGE = jax.ShapeDtypeStruct((4096, 8192), jnp.float32)
+HALF = jax.ShapeDtypeStruct((2048, 8192), jnp.float32)
 
 
 def gated(x):
     gates, values = jnp.split(x, 2, axis=-1)
     return jnp.tanh(gates) * values
+
+
+def interleaved(x, y):
+    return lax.pad(x, 0.0, ((0, 1, 1), (0, 0, 0))) + lax.pad(y, 0.0, ((1, 0, 1), (0, 0, 0)))
 
 
 @pytest.mark.parametrize(
@@ -94,6 +99,12 @@ def gated(x):
         (lambda x: jax.grad(lambda x: gated(x).sum())(x), [HUGE], 2.0),
         (lambda x: [part * 2.0 for part in jnp.split(x, 2, axis=-1)], [HUGE], 2.0),
         (lambda x, y: jnp.concatenate([x * 2.0, jnp.exp(y)], axis=-1) * 3.0, [HUGE, HUGE], 4.0),
+        (lambda x: jnp.pad(x, ((0, 2048), (0, 0))) * 2.0, [HALF], 1.5),
+        (lambda x: x + jnp.roll(x, 1, axis=0), [HUGE], 2.0),
+        (lambda x: x * jnp.concatenate([-x[:, 4096:], x[:, :4096]], axis=1), [HUGE], 2.0),
+        (lambda x, y: (x * y)[:2048] * 2.0, [HUGE, HUGE], 1.5),
+        (lambda x, y: interleaved(x * 2.0, y) * 2.0, [HALF, HALF], 2.0),
+        (lambda x: jnp.concatenate([x[:2048] + x[2048:], x[:2048]]) * 2.0, [HUGE], 2.0),
     ],
 )
 def test_elements_move_for_nothing_in_the_kernels_that_read_them(step, args, arrays):
