@@ -61,6 +61,9 @@ _TOUCHED = MappingProxyType(
 writes the places that it picks. An update reads its new elements, and reads and writes their places, or only writes
 them."""
 
+_SLICED = (((0, True), 2.0),)
+"""A slice reads what it writes."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedKernel:
@@ -121,10 +124,11 @@ def runs_alone(folded: FoldedProgram, op_class: int) -> bool:
 def moved_alone(folded: FoldedProgram, op_class: int) -> tuple[tuple[Endpoint, float], ...]:
     """The operands and results that an op moves that is a kernel of its own."""
     op = folded.op(op_class)
-    if op.name in _TOUCHED:
+    if op.name in _TOUCHED or op.name == "slice":
         number = {i: n for n, (_, _, i) in enumerate(op.operand_places)}  # literals are no operands
         touched = [
-            (i if is_result else number.get(i), is_result, t) for (i, is_result), t in _TOUCHED[op.name]
+            (i if is_result else number.get(i), is_result, t)
+            for (i, is_result), t in _TOUCHED.get(op.name, _SLICED)
         ]
         return tuple(((op_class, n, is_result), t) for n, is_result, t in touched if n is not None)
     read = {v: (op_class, i, False) for i, v in reversed(list(enumerate(op.operands)))}
