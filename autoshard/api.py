@@ -625,7 +625,7 @@ def parallelize(
       time_limit_s: as for `search`.
       verify: as for `search`. On GPUs, a program is compiled before its first step anyway, and judged by that; "never" takes
         it as it is. A given plan is not searched, and not judged.
-      devices: the devices to run on; by default all devices that JAX sees.
+      devices: the devices to run on; by default all devices that JAX sees, or the first ones if `cluster` has fewer.
       static_argnums: positions of arguments that are constants of the step, as for `jax.jit`: each value has a plan of its
         own. Static arguments of an already jitted step stay static.
       static_argnames: names of arguments that are constants of the step, as for `jax.jit`.
