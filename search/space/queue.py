@@ -187,7 +187,9 @@ class Queue:
         for search, candidate in self._turns():
             before = self.best
             search.open.remove(candidate)
-            found = [*candidate.take(turn_s(self.trials.deadline))]  # which may drop others from the open ones
+            found = [
+                *candidate.take(turn_s(self.trials.deadline))
+            ]  # which may drop others from the open ones
             search.open += found
             self.trials.watch.lap("recompute")
             if isinstance(candidate, OfPlan):
