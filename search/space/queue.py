@@ -187,9 +187,8 @@ class Queue:
         for search, candidate in self._turns():
             before = self.best
             search.open.remove(candidate)
-            found = [
-                *candidate.take(turn_s(self.trials.deadline))
-            ]  # which may drop others from the open ones
+            # A turn may close other candidates, so the open ones are read after it.
+            found = [*candidate.take(turn_s(self.trials.deadline))]
             search.open += found
             self.trials.watch.lap("recompute")
             if isinstance(candidate, OfPlan):
