@@ -177,8 +177,8 @@ def taken_apart(step: Step, count: int) -> MicrobatchParts:
 
 
 def _refusal(step: Step, size: int, count: int, refused: NotSplittableError) -> NotSplittableError:
-    """The error for a batch of that size. It names the reason if the examples are not: there is only one, or the step takes
-    them in groups, which other numbers of microbatches divide."""
+    """The error for a batch of that size. A batch of one example, and a step that takes its examples in groups, are refused
+    for that reason instead of an op."""
     if size == 1:
         return NotSplittableError(
             f"the step cannot be split into microbatches: {_batch_name(step, size)} has 1 example. Take a larger batch, or "

@@ -35,9 +35,10 @@ class PeakLeft:
     """
 
     def __init__(self, memory: Memory, fusion: Fusion, strategies: Sequence[int]) -> None:
-        self._items, self._fusion = memory.items, fusion
-        self._program = memory.costed.graph.folded.program
+        self._items, self._program = memory.items, memory.costed.graph.folded.program
         self._held, self._profile = memory.held(strategies), memory.profile(strategies)
+        self._last_forward = last_reads(self._program, fusion, Phase.FORWARD)
+        self._first_backward = first_reads(self._program, fusion, Phase.BACKWARD)
 
     def num_bytes(self, sites: Set[Site]) -> float:
         """Bytes per device if the results of the ops at these sites are not kept for the backward phase."""
@@ -66,22 +67,14 @@ class PeakLeft:
         return op.site
 
     def _unread(self, item: LiveRange) -> tuple[int, int]:
-        """The part of a live range that lies between both phases' reads. For the arrays of other blocks for which one
-        stands, and for a loop's stack, all of it."""
+        """The part of a live range that lies between both phases' reads. An array that stands for those of other blocks, and
+        a loop's stack, is unread throughout."""
         op = self._program.ops[item.position]
         if item.start != item.position or op.name == "stack":
             return item.start, item.end
         forward = (self._last_forward[v] for v in op.results if v in self._last_forward)
         backward = (self._first_backward[v] for v in op.results if v in self._first_backward)
         return max(forward, default=item.start) + 1, min(backward, default=item.end + 1) - 1
-
-    @cached_property
-    def _last_forward(self) -> dict[int, int]:
-        return last_reads(self._program, self._fusion, Phase.FORWARD)
-
-    @cached_property
-    def _first_backward(self) -> dict[int, int]:
-        return first_reads(self._program, self._fusion, Phase.BACKWARD)
 
 
 def last_reads(program: FlatProgram, fusion: Fusion, phase: Phase) -> dict[int, int]:

@@ -263,7 +263,7 @@ def product_part_s(
 
 
 def _kernels(costed: CostedGraph) -> Iterator[tuple[StepKernel, float]]:
-    """All kernels but transfers, with their runs."""
+    """The kernels of a step and their runs, transfers left out."""
     folded, parts = costed.graph.folded, _Parts(costed.graph.folded.program)
     for op_class, members in enumerate(folded.members):
         op = folded.op(op_class)

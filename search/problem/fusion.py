@@ -403,8 +403,8 @@ class Fusion:
 
 
 def elements_read(fusion: Fusion) -> dict[int, dict[Place, float]]:
-    """By value, the elements that a kernel reads at each place to compute it on the fly. A part of a value needs as large
-    a share of these elements."""
+    """By value, the number of elements that a kernel reads at each place to compute it on the fly. For a part of a value, it
+    reads as large a share of them. Elements are counted in the whole arrays, before any mesh."""
     found: dict[int, dict[Place, float]] = {}
     sizes = [float(prod(value.shape)) for value in fusion.program.values]
     for op in fusion.program.ops:

@@ -61,8 +61,9 @@ _TOUCHED = MappingProxyType(
 writes the places that it picks. An update reads its new elements, and reads and writes their places, or only writes
 them."""
 
-_SLICED = (((0, True), 2.0),)
-"""A slice reads what it writes."""
+_PARTLY_READ = MappingProxyType({**_TOUCHED, "slice": (((0, True), 2.0),)})
+"""The operands and results that an op moves which reads a part of its operand, as above; a slice reads as much as it
+writes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,11 +125,10 @@ def runs_alone(folded: FoldedProgram, op_class: int) -> bool:
 def moved_alone(folded: FoldedProgram, op_class: int) -> tuple[tuple[Endpoint, float], ...]:
     """The operands and results that an op moves that is a kernel of its own."""
     op = folded.op(op_class)
-    if op.name in _TOUCHED or op.name == "slice":
+    if op.name in _PARTLY_READ:
         number = {i: n for n, (_, _, i) in enumerate(op.operand_places)}  # literals are no operands
         touched = [
-            (i if is_result else number.get(i), is_result, t)
-            for (i, is_result), t in _TOUCHED.get(op.name, _SLICED)
+            (i if is_result else number.get(i), is_result, t) for (i, is_result), t in _PARTLY_READ[op.name]
         ]
         return tuple(((op_class, n, is_result), t) for n, is_result, t in touched if n is not None)
     read = {v: (op_class, i, False) for i, v in reversed(list(enumerate(op.operands)))}
@@ -278,8 +278,8 @@ class _Collector:
         return [*((endpoint, count * times) for endpoint, times in self._from_outside(reads)), *written]
 
     def _from_outside(self, reads: Mapping[int, Endpoint]) -> Iterator[tuple[Endpoint, float]]:
-        """How often a kernel reads each value from outside. Elements that move on the fly are read where they come from,
-        none twice."""
+        """The values that a kernel reads from outside, each with the bytes that it reads as a multiple of the value's.
+        Elements that move on the fly are read where they come from, none twice."""
         values, moved = self.fusion.program.values, [v for v in reads if self._moves_on_the_fly(v)]
         read = {v: float(prod(values[v].shape)) for v in reads if v not in moved}
         yield from ((reads[v], 1.0) for v in read)
@@ -296,7 +296,7 @@ class _Collector:
                 yield reads[v], num_bytes / values[v].num_bytes
 
     def _moves_on_the_fly(self, v: int) -> bool:
-        """Whether a value is made by an op that is no kernel of its own, and in no fused one."""
+        """Whether no kernel makes a value: its readers move its elements."""
         made_at = self.maker[v][0]
         is_moved = not (self.is_fused[made_at] or self.ops[made_at].is_boundary)
         return is_moved and not self.fusion.is_stored(v)

@@ -350,8 +350,8 @@ class Queue:
             step_problem = self._prepared(variant)
         except NotSplittableError as e:
             self.tried = self.tried or f"Microbatches were not tried: {first_line(e)}."
-            least = num if e.other else 1  # what cannot be split into some cannot be split into a multiple
-            self._drop(lambda one: one.microbatches > 1 and one.microbatches % least == 0)
+            refused = num if e.other else 1  # a step that refuses a number refuses its multiples
+            self._drop(lambda one: one.microbatches > 1 and one.microbatches % refused == 0)
             return None
         on_meshes = trials.on_all_meshes(step_problem)
         if self._cannot_fit(on_meshes):

@@ -256,8 +256,8 @@ class Estimates:
         return self.all_bytes - choice.kept_bytes
 
     def _relief_bytes(self, sites: frozenset[Site], saved_bytes: float) -> float:
-        """Bytes by which the peak falls, at most, if the results at these sites are not kept. The iterations of a loop that
-        is cut into segments are not told apart: there it is all that is saved."""
+        """Bytes by which the peak falls, at most, if the results at these sites are not kept. If a loop is cut into
+        segments, its iterations are not told apart, and all saved bytes count."""
         if any(segments for _, segments in map(cut_loop, sites)):
             return saved_bytes
         return min(saved_bytes, self.in_order_bytes - self.left.num_bytes(sites))
